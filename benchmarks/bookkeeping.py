@@ -460,7 +460,7 @@ class OurSteps(Steps):
         budget = self._context.config.max_tokens_per_step
         self._chunks = []
         for request in self._running.values():
-            chunk = self._context.admission.schedule_step(request, budget)
+            chunk = self._context.admission.schedule_request(request, budget)
             if chunk is None:
                 raise SystemExit(f"ours cannot go on with request {request.request_id}")
             self._chunks.append(chunk)
@@ -471,7 +471,7 @@ class OurSteps(Steps):
 
     def _look(self) -> None:
         self._rows = {}
-        for chunk in self._context.steps:
+        for chunk in self._context.batch:
             taken = () if chunk.decoding else tuple(sorted(chunk.destinations))
             request = chunk.request
             self._rows[request.request_id] = RowStep(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from mambaslots.inference.contexts.request import RequestStep
+    from mambaslots.inference.contexts.request import ScheduledRequest
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -78,7 +78,7 @@ def _wait(device: "torch.device") -> None:
         torch.cuda.synchronize(device)
 
 
-def _steps(rows: int, settings: dict[str, Any]) -> "Sequence[RequestStep]":
+def _steps(rows: int, settings: dict[str, Any]) -> "Sequence[ScheduledRequest]":
     """A decode of each request, whose prompt has 1,000 tokens."""
     import mambaslots as ms
     from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
@@ -93,16 +93,16 @@ def _steps(rows: int, settings: dict[str, Any]) -> "Sequence[RequestStep]":
     return [_decode(request) for request in requests]
 
 
-def _decode(request: Any) -> "RequestStep":
-    from mambaslots.inference.contexts.request import RequestStep
+def _decode(request: Any) -> "ScheduledRequest":
+    from mambaslots.inference.contexts.request import ScheduledRequest
 
     nothing: Any = SimpleNamespace(path=None)
     length = len(request.tokens)
-    return RequestStep.of(request, nothing, length - 1, length, decoding=True, drafts=())
+    return ScheduledRequest.of(request, nothing, length - 1, length, decoding=True, drafts=())
 
 
-def _next(step: "RequestStep") -> "RequestStep":
-    return _decode(step.request)
+def _next(scheduled: "ScheduledRequest") -> "ScheduledRequest":
+    return _decode(scheduled.request)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from statistics import fmean
 import msgspec
 from mambaslots.config import InferenceConfig
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_publisher import StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
@@ -192,8 +192,8 @@ class _ReplicaEngine(EngineReplay):
 
     after_step: Callable[[], None]
 
-    def _make(self, steps: Sequence[RequestStep]) -> None:
-        super()._make(steps)
+    def _make(self, batch: Sequence[ScheduledRequest]) -> None:
+        super()._make(batch)
         self.after_step()
 
     def _pass_decodes(self, number: int, step_ns: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
-from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..request import FinishReason, RequestResult
 from .advice import differences, why_not_deeper
 
@@ -254,11 +254,11 @@ class RequestRecord:
     generated_tokens: int = 0
     finish_reason: str | None = None
 
-    def note_step(self, step: RequestStep) -> None:
+    def note_step(self, scheduled: ScheduledRequest) -> None:
         counted = self.spans[-1][1] if self.spans else 0
-        for span in step.spans:
-            start = max(span.start, step.start, counted)
-            stop = min(span.stop, step.stop, self.prompt_tokens)
+        for span in scheduled.spans:
+            start = max(span.start, scheduled.start, counted)
+            stop = min(span.stop, scheduled.stop, self.prompt_tokens)
             if start >= stop:
                 continue
             last = self.spans[-1] if self.spans else None

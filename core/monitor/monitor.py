@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
-from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
@@ -111,28 +111,28 @@ class Monitor:
             self._record_of(request)
             self._look(self._clock())
 
-    def request_resumed(self, step: RequestStep) -> None:
+    def request_resumed(self, scheduled: ScheduledRequest) -> None:
         with self._lock:
-            record = self._record_of(step.request)
+            record = self._record_of(scheduled.request)
             if record is not None:
-                record.resume_point = step.start if step.num_resumed else 0
+                record.resume_point = scheduled.start if scheduled.num_resumed else 0
 
-    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
+    def step_made(self, batch: Sequence[ScheduledRequest], tokens: NewTokens, duration_s: float) -> None:
         """Count what the step computed and generated, and its time."""
         with self._lock:
             now = self._clock()
             self._counts.step.add(duration_s)
-            prefill = sum(step.length for step in steps if not step.decoding)
+            prefill = sum(scheduled.length for scheduled in batch if not scheduled.decoding)
             if prefill:
                 self._counts.prefill_tokens += prefill
-                self._counts.prefill_s += duration_s * prefill / sum(step.length for step in steps)
-            for step in steps:
-                record = None if step.decoding else self._record_of(step.request)
+                self._counts.prefill_s += duration_s * prefill / sum(scheduled.length for scheduled in batch)
+            for scheduled in batch:
+                record = None if scheduled.decoding else self._record_of(scheduled.request)
                 if record is not None:
                     if record.queued_s is None:
-                        record.queued_s = max(0.0, now - duration_s - step.request.arrival_s)
+                        record.queued_s = max(0.0, now - duration_s - scheduled.request.arrival_s)
                         self._counts.queue.add(record.queued_s)
-                    record.note_step(step)
+                    record.note_step(scheduled)
                     record.note_ledger(self._tenants.figures_of(record.tenant))
             for request_id, new in tokens.items():
                 known = self._running.get(request_id)

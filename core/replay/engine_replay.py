@@ -10,7 +10,7 @@ from ..config import InferenceConfig
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.cache.pool_stats import NANOSECONDS
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
-from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
@@ -103,10 +103,10 @@ class ContextWithoutMemory(DynamicInferenceContext):
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec.without_bytes()
 
-    def reserve_step(self, steps: Sequence[RequestStep]) -> tuple[RequestStep, ...]:
-        """As `begin_step`, without inputs for a model; returns the steps with their reserved slots."""
-        self._reserve(steps)
-        return self._steps
+    def reserve_step(self, batch: Sequence[ScheduledRequest]) -> tuple[ScheduledRequest, ...]:
+        """As `begin_step`, without inputs for a model; returns the batch with its reserved slots."""
+        self._reserve(batch)
+        return self._batch
 
     def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:
         """How many next decodes change nothing but the request's position: no KV block, no state; O(1)."""
@@ -152,15 +152,15 @@ class EngineReplay:
     def step(self) -> bool:
         """Make the next step and the quiet decodes after it; False where nothing is left."""
         self._add_requests()
-        steps = self.scheduler.schedule()
-        while not steps:
+        batch = self.scheduler.schedule()
+        while not batch:
             next_ns = self.arrivals.next_ns
             if next_ns is None:
                 return False
             self.now_ns = max(self.now_ns, next_ns)
             self._add_requests()
-            steps = self.scheduler.schedule()
-        self._make(steps)
+            batch = self.scheduler.schedule()
+        self._make(batch)
         if not self._may_admit:
             self._pass_quiet_decodes()
         return True
@@ -225,15 +225,15 @@ class EngineReplay:
 
     # ---- steps
 
-    def _make(self, steps: Sequence[RequestStep]) -> None:
-        steps = self.context.reserve_step(steps)
+    def _make(self, batch: Sequence[ScheduledRequest]) -> None:
+        batch = self.context.reserve_step(batch)
         self.context.end_step()
-        num_decodes = sum(step.decoding for step in steps)
-        num_prefill_tokens = sum(step.length for step in steps if not step.decoding)
+        num_decodes = sum(scheduled.decoding for scheduled in batch)
+        num_prefill_tokens = sum(scheduled.length for scheduled in batch if not scheduled.decoding)
         self.now_ns += self._step_ns(num_prefill_tokens, num_decodes)
-        for step in steps:
-            if step.samples_token:
-                self._generate(step.request, 1)
+        for scheduled in batch:
+            if scheduled.samples_token:
+                self._generate(scheduled.request, 1)
 
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:
         return round(self._cost.seconds(num_prefill_tokens, num_decodes) * NANOSECONDS)

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from ..inference.contexts.request import DynamicInferenceRequest, RequestStep
+from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
@@ -83,9 +83,9 @@ class TraceRecorder:
 
     def request_added(self, request: DynamicInferenceRequest) -> None: ...
 
-    def request_resumed(self, step: RequestStep) -> None: ...
+    def request_resumed(self, scheduled: ScheduledRequest) -> None: ...
 
-    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None: ...
+    def step_made(self, batch: Sequence[ScheduledRequest], tokens: NewTokens, duration_s: float) -> None: ...
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         end = (request.request_id, request.arrival_s)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import MAX_SPECULATIVE_TOKENS, InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.request import RequestStep
+from ..inference.contexts.request import ScheduledRequest
 from ..inference.contexts.step_inputs import StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
@@ -215,8 +215,8 @@ class _Trial:
         engine.context.observers.append(self)
         if rule is Rule.PADDING_DIFFERS:
             begin = engine.context.begin_step
-            engine.context.begin_step = lambda steps, padding=None, sampled_tokens=None: begin(  # type: ignore[method-assign]
-                steps, _larger_shape, sampled_tokens
+            engine.context.begin_step = lambda batch, padding=None, sampled_tokens=None: begin(  # type: ignore[method-assign]
+                batch, _larger_shape, sampled_tokens
             )
         shares = rule is Rule.CACHE_DIFFERS
         plan = None if shares else CheckpointPlan.every_block(self.block)
@@ -246,10 +246,10 @@ class _Trial:
         truth[wrong] = next(token for token in text if token != truth[wrong])
         return truth
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
-        self._rows = [self._text_of[step.request.request_id] for step in steps]
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: StepInputs) -> None:
+        self._rows = [self._text_of[scheduled.request.request_id] for scheduled in batch]
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None: ...
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None: ...
 
     # ---- the model, as the engine calls it
 

@@ -8,7 +8,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.agreement import Agreement, DisagreementError
 from oracle.budget import is_quick
@@ -143,7 +143,7 @@ def a_lost_state(engine: Engine) -> None:
 def another_padding(engine: Engine) -> None:
     begin = engine.context.begin_step
 
-    def begin_wider(chunks: Sequence[RequestStep], *_: object) -> StepInputs:
+    def begin_wider(chunks: Sequence[ScheduledRequest], *_: object) -> StepInputs:
         return begin(chunks, lambda shape: shape._replace(table_blocks=shape.table_blocks + 1))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import Allocation, DynamicInferenceRequest, RequestStep
+from mambaslots.inference.contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.validation import LONGEST_TIMEOUT_S, instance, integer, real
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -182,19 +182,19 @@ class Agreement:
 
     # ---- decisions
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: StepInputs) -> None:
         """Compare all decisions up to this step's forward; blocks, and raises, as `compare` does."""
         self._note_changes()
-        for step in steps:
-            self._note_step(step)
+        for scheduled in batch:
+            self._note_step(scheduled)
         self._note(f"step of shape {inputs.shape}")
         self.compare()
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Note what the step computed and stored."""
         self._note_tokens()  # of steps with drafts; other steps are sampled later
-        for step in steps:
-            self._note(f"request {step.request.request_id} is computed up to {step.stop}")
+        for scheduled in batch:
+            self._note(f"request {scheduled.request.request_id} is computed up to {scheduled.stop}")
         self._note_slots()
 
     def _blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
@@ -244,17 +244,17 @@ class Agreement:
                 self._note(f"request {tracked.request.request_id} left row {row}")
                 del self._tracked[row]
 
-    def _note_step(self, step: RequestStep) -> None:
-        request, allocation = step.request, step.allocation
+    def _note_step(self, scheduled: ScheduledRequest) -> None:
+        request, allocation = scheduled.request, scheduled.allocation
         name = f"request {request.request_id}"
         tracked = self._tracked.get(allocation.row)
         if tracked is None or tracked.allocation is not allocation:  # admitted, perhaps again in the same row
             tracked = self._tracked[allocation.row] = _TrackedRequest(request, allocation)
             for decision in _request_decisions(request):
                 self._note(decision)
-            self._note(f"admission of {name} to row {allocation.row}: {self._resumption(step)}")
-        elif step.num_resumed:
-            self._note(f"jump of {name}: {self._resumption(step)}")
+            self._note(f"admission of {name} to row {allocation.row}: {self._resumption(scheduled)}")
+        elif scheduled.num_resumed:
+            self._note(f"jump of {name}: {self._resumption(scheduled)}")
         blocks, known = allocation.path.blocks, tracked.blocks
         pairs = zip(blocks, known, strict=False)
         first_change = next(
@@ -263,23 +263,23 @@ class Agreement:
         if blocks[first_change:] or known[first_change:]:
             self._note(f"KV blocks {blocks[first_change:]} for {name} from its block {first_change} on")
         tracked.blocks = list(blocks)
-        drafts = f", drafts {list(step.drafts)}" if step.drafts else ""
-        self._note(f"step of {name} in row {allocation.row}: [{step.start}, {step.stop}){drafts}")
-        for position, slot in sorted(step.destinations.items()):
+        drafts = f", drafts {list(scheduled.drafts)}" if scheduled.drafts else ""
+        self._note(f"step of {name} in row {allocation.row}: [{scheduled.start}, {scheduled.stop}){drafts}")
+        for position, slot in sorted(scheduled.destinations.items()):
             self._note(f"slot {slot} reserved for the state of {name} at {position}")
-        unserved = [b.position for b in step.boundaries if b.position not in step.destinations]
+        unserved = [b.position for b in scheduled.boundaries if b.position not in scheduled.destinations]
         if unserved:
             self._note(f"no slot for the states of {name} at {unserved}")
         source = allocation.state_index if allocation.num_computed else -1
         self._note(f"state of {name} from {source}, live slots {list(allocation.live_slots)}")
 
-    def _resumption(self, step: RequestStep) -> str:
-        path = step.allocation.path
+    def _resumption(self, scheduled: ScheduledRequest) -> str:
+        path = scheduled.allocation.path
         shared = path.blocks[: path.num_registered]
-        if not step.num_resumed:
-            return f"starts at {step.start}, shares blocks {shared}"
-        slot = self._context.prefix_cache.slots.tree.slot_of(step.block_at(step.start))
-        return f"resumes at {step.start} from slot {slot}, shares blocks {shared}"
+        if not scheduled.num_resumed:
+            return f"starts at {scheduled.start}, shares blocks {shared}"
+        slot = self._context.prefix_cache.slots.tree.slot_of(scheduled.block_at(scheduled.start))
+        return f"resumes at {scheduled.start} from slot {slot}, shares blocks {shared}"
 
     # ---- comparing
 

@@ -6,7 +6,7 @@ import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from oracle.serving import small_model
 
 BLOCK = 8
@@ -38,13 +38,13 @@ def make_request(tokens: list[int], plan: ms.CheckpointPlan | None = None) -> Dy
 
 def schedule(
     context: DynamicInferenceContext, request: DynamicInferenceRequest, budget: int = 64
-) -> RequestStep:
-    chunk = context.admission.schedule_step(request, budget)
+) -> ScheduledRequest:
+    chunk = context.admission.schedule_request(request, budget)
     assert chunk is not None
     return chunk
 
 
-def run(context: DynamicInferenceContext, *chunks: RequestStep) -> torch.Tensor:
+def run(context: DynamicInferenceContext, *chunks: ScheduledRequest) -> torch.Tensor:
     """One whole step; logits."""
     with torch.inference_mode():
         logits = small_model()(context.begin_step(chunks))

@@ -26,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
 POINTS: dict[str, tuple[Owner, str]] = {
     "scheduling": (lambda e: e.core.scheduler, "schedule"),
     "matching": (lambda e: e.context.prefix_cache, "match"),
-    "admission": (lambda e: e.context.admission, "schedule_step"),
+    "admission": (lambda e: e.context.admission, "schedule_request"),
     "row": (lambda e: e.context.admission, "admit"),
     "block table": (lambda e: CachedPath, "append"),
     "KV allocation": (lambda e: e.context.prefix_cache.kv_blocks, "allocate_memory_blocks"),

@@ -12,7 +12,7 @@ from itertools import islice
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.pins import PinnedPrefix
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from mambaslots.monitor import Monitor
 
 from .toy_answers import Answer, Ask, answer, prompt_log_probs
@@ -23,7 +23,7 @@ MAX_STEPS = 2000
 BELONG_TO_REQUESTS = frozenset(
     {
         "DynamicInferenceRequest", "TokenStream", "StreamFeed", "RequestResult", "Allocation", "CachedPath",
-        "RequestStep", "PrefixMatch", "PinnedPrefix", "GeneratedToken", "StepReport",
+        "ScheduledRequest", "PrefixMatch", "PinnedPrefix", "GeneratedToken", "StepReport",
     }
 )  # fmt: skip
 
@@ -145,10 +145,10 @@ class EndWatch:
     def request_added(self, request: DynamicInferenceRequest) -> None:
         self.running.add(request.request_id)
 
-    def request_resumed(self, step: RequestStep) -> None:
+    def request_resumed(self, scheduled: ScheduledRequest) -> None:
         pass
 
-    def step_made(self, steps: Sequence[RequestStep], tokens: object, duration_s: float) -> None:
+    def step_made(self, batch: Sequence[ScheduledRequest], tokens: object, duration_s: float) -> None:
         pass
 
     def request_ended(self, request: DynamicInferenceRequest, result: ms.RequestResult) -> None:

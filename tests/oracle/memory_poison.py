@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from mambaslots.devices import tensor_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import Allocation, RequestStep
+from mambaslots.inference.contexts.request import Allocation, ScheduledRequest
 from mambaslots.inference.engines.step_runner import StepRunner
 from torch import Tensor
 from torch.nn import functional
@@ -61,10 +61,10 @@ class MemoryPoison:
         self._context = context
         self.fill()
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
         self.fill()
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Nothing is to be done."""
 
     def fill(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from oracle.memory_poison import free_memory
 
 
@@ -59,10 +59,10 @@ class NewOwners:
         self._seen: dict[int, tuple[object, set[int]]] = {}  # row -> its allocation, and its blocks
         engine.context.observers.append(self)
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: object) -> None:
         memory = self._context.memory
-        for step in steps:
-            allocation = step.allocation
+        for scheduled in batch:
+            allocation = scheduled.allocation
             known, blocks = self._seen.get(allocation.row, (None, set()))
             is_new = known is not allocation
             own = allocation.path.blocks[allocation.path.num_registered :] + allocation.pages
@@ -72,7 +72,7 @@ class NewOwners:
             before = set() if is_new else blocks
             self._seen[allocation.row] = allocation, {*allocation.path.blocks, *allocation.pages, *before}
             pool = memory.durable_pool
-            for slot in step.destinations.values():
+            for slot in scheduled.destinations.values():
                 assert not pool.memory[pool.durable_index(slot)].any(), f"slot {slot} has bytes of others"
                 self.num_checked += 1
             for slot in allocation.live_slots if is_new else ():
@@ -83,5 +83,5 @@ class NewOwners:
                 for name in memory.row_inputs:
                     assert not memory.input_pool[name][:, allocation.row].any(), "a row has inputs of others"
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Nothing is to be done."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from mambaslots import state_spec
 from mambaslots.inference.contexts import device_memory
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.inference.kernels.reference.state_copy import dequantise, quantise
 from mambaslots.state_spec import SCALES, EncodedTensor, StateTensor, durable_tensors
 from numpy.typing import NDArray
@@ -77,48 +77,48 @@ class RoundedEngine:
         found = self.log_probs.get(request_id, {})
         return [found[at] for at in takewhile(found.__contains__, count(num_prompt_tokens))]
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: object) -> None:
         slots = self._context.prefix_cache.slots
-        for step in steps:
-            path = step.allocation.path
-            self._begun[step.allocation.row] = list(path.blocks), path.num_registered
-            position, _ = self._running.get(step.allocation, (0, {}))
-            if step.start == 0:
+        for scheduled in batch:
+            path = scheduled.allocation.path
+            self._begun[scheduled.allocation.row] = list(path.blocks), path.num_registered
+            position, _ = self._running.get(scheduled.allocation, (0, {}))
+            if scheduled.start == 0:
                 self._lm.reset()
-                self._running[step.allocation] = 0, _copied(self._lm.states)
-            elif position != step.start:
+                self._running[scheduled.allocation] = 0, _copied(self._lm.states)
+            elif position != scheduled.start:
                 self.num_resumed += 1
-                stored = self._slots[slots.tree.slot_of(step.block_at(step.start))]
-                self._running[step.allocation] = step.start, self.rounded(stored)
+                stored = self._slots[slots.tree.slot_of(scheduled.block_at(scheduled.start))]
+                self._running[scheduled.allocation] = scheduled.start, self.rounded(stored)
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         self._slots.update(
-            (step.destinations[position], state)
-            for step in steps
-            for position, state in self._advance(step).items()
+            (scheduled.destinations[position], state)
+            for scheduled in batch
+            for position, state in self._advance(scheduled).items()
         )
 
-    def _advance(self, step: RequestStep) -> dict[int, dict[str, Array]]:
+    def _advance(self, scheduled: ScheduledRequest) -> dict[int, dict[str, Array]]:
         """Compute a step's tokens; the states at its destinations."""
-        blocks, num_registered = self._begun[step.allocation.row]
-        position, states = self._running[step.allocation]
-        assert position == step.start
-        places = [blocks[at // self._size] * self._size + at % self._size for at in range(step.stop)]
+        blocks, num_registered = self._begun[scheduled.allocation.row]
+        position, states = self._running[scheduled.allocation]
+        assert position == scheduled.start
+        places = [blocks[at // self._size] * self._size + at % self._size for at in range(scheduled.stop)]
         registered = num_registered * self._size
         lm = self._lm
         lm.begin(states, [self._kv[place] for place in places[:position]])
         taken = {}
-        found = self.log_probs.setdefault(step.request.request_id, {})
-        for at in range(step.start, step.stop):
+        found = self.log_probs.setdefault(scheduled.request.request_id, {})
+        for at in range(scheduled.start, scheduled.stop):
             known = self._kv[places[at]] if at < registered else None
-            logits = lm.step_with(step.request.tokens[at], known)
+            logits = lm.step_with(scheduled.request.tokens[at], known)
             if known is None:
                 self._kv[places[at]] = lm.newest_kv()
-            if at + 1 in step.destinations:
+            if at + 1 in scheduled.destinations:
                 taken[at + 1] = _copied(lm.states)
             best = int(logits.argmax())
             found.setdefault(at + 1, (best, float(logits[best] - log_sum_exp(logits))))
-        self._running[step.allocation] = step.stop, _copied(lm.states)
+        self._running[scheduled.allocation] = scheduled.stop, _copied(lm.states)
         return taken
 
     def rounded(self, states: dict[str, Array]) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .input_pages import NO_PAGES, InputPages, PageTable
 from .pool_sizes import num_live_slots
-from .request import Allocation, DynamicInferenceRequest, RequestStep
+from .request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .states import RequestStates
 
 
@@ -136,7 +136,7 @@ class Admission:
             if not self._one_pool:
                 assert list(allocation.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
-    # ---- steps
+    # ---- what the next step needs
 
     def match(self, request: DynamicInferenceRequest) -> PrefixMatch:
         """What is cached of a request's tokens; changes only the request's hash chain and its last match."""
@@ -154,11 +154,11 @@ class Admission:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 
-    def schedule_step(
+    def schedule_request(
         self, request: DynamicInferenceRequest, token_budget: int, evict_last: Iterable[int] = (),
         waiting: Iterable[DynamicInferenceRequest] = (),
-    ) -> RequestStep | None:  # fmt: skip
-        """Allocate what a step of up to `token_budget` tokens needs; None, and nothing, where that lacks.
+    ) -> ScheduledRequest | None:  # fmt: skip
+        """Allocate what up to `token_budget` tokens of a request need; None, and nothing, where that lacks.
 
         Every part of a prefill is matched again, because others may have stored states since. The search for
         room may change cached states, also where it ends in None: running requests copy and unpin those that
@@ -195,7 +195,7 @@ class Admission:
         if resumes or not num_computed:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
-        return RequestStep.of(
+        return ScheduledRequest.of(
             request,
             allocation,
             start,
@@ -208,7 +208,7 @@ class Admission:
 
     def _schedule_decode(
         self, request: DynamicInferenceRequest, allocation: Allocation
-    ) -> RequestStep | None:
+    ) -> ScheduledRequest | None:
         """A decode, perhaps of a token that only the device knows."""
         start, path, size = allocation.num_computed, allocation.path, self._block_size
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
@@ -220,41 +220,41 @@ class Admission:
             self._cache.grow(path, len(path.blocks) + needs_block)
             if num_pages:
                 self.page_table.grow(allocation, num_inputs)
-        return RequestStep.of(
+        return ScheduledRequest.of(
             request, allocation, start, start + 1, decoding=True, is_ahead=is_ahead,
             boundaries=self._boundaries(allocation, start, start + 1),
         )  # fmt: skip
 
-    def draft(self, step: RequestStep, tokens: Sequence[int]) -> RequestStep:
-        """The step with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
-        path = step.allocation.path
+    def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
+        """The decode with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
+        path = scheduled.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
-            tokens = tokens[: max(0, -step.stop % self._chunk_size - 1)]
+            tokens = tokens[: max(0, -scheduled.stop % self._chunk_size - 1)]
             if self._has_pages:
-                tokens = self.page_table.grow_for_drafts(step, tokens)
-        room = len(path.blocks) * self._block_size - step.stop
+                tokens = self.page_table.grow_for_drafts(scheduled, tokens)
+        room = len(path.blocks) * self._block_size - scheduled.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
         self._cache.grow(path, len(path.blocks) + num_missing)
         drafts = tuple(tokens[: room + num_missing * self._block_size])
         if not drafts:
-            return step
-        stop = step.stop + len(drafts)
-        boundaries = self._boundaries(step.allocation, step.start, stop)
-        return replace(step, stop=stop, drafts=drafts, boundaries=boundaries)
+            return scheduled
+        stop = scheduled.stop + len(drafts)
+        boundaries = self._boundaries(scheduled.allocation, scheduled.start, stop)
+        return replace(scheduled, stop=stop, drafts=drafts, boundaries=boundaries)
 
     def num_pages(self, num_tokens: int) -> int:
         """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
         return self.page_table.num_pages(num_tokens) if self._has_pages else 0
 
-    # ---- blocks and boundaries of a step
+    # ---- blocks and boundaries of a scheduled request
 
     def trim(self, allocation: Allocation) -> None:
         """Release the KV blocks that only drafts needed."""
         self._cache.trim(allocation.path, self._num_blocks(allocation.num_computed))
 
     def _stop(self, start: int, length: int, budget: int) -> int:
-        """Where the step ends. A cut step ends on a block or chunk; where decodes replay it must."""
+        """Where a part of a prefill ends: on a block or chunk if it is cut; where decodes replay it must."""
         if length - start <= budget:
             return length
         for grid in (self._block_size, self._chunk_size):
@@ -266,7 +266,7 @@ class Admission:
         return start if self._replays else start + budget
 
     def _can_hold(self, request: DynamicInferenceRequest, match: PrefixMatch, stop: int) -> bool:
-        """Whether the step's blocks are available; a waiting request needs the blocks of its whole prompt."""
+        """Whether the blocks up to `stop` are available; where the request waits, of its whole prompt."""
         path = request.allocation.path if request.allocation is not None else None
         end = len(request.tokens) if path is None else stop
         return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))

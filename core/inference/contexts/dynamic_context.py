@@ -16,7 +16,7 @@ from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
 from .pool_sizes import PoolSizes, with_total_gb
-from .request import DynamicInferenceRequest, RequestStep, TokenLedger
+from .request import DynamicInferenceRequest, ScheduledRequest, TokenLedger
 from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import StepInputs, StepObserver
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class DynamicInferenceContext:
     """Rows, live states and steps of the requests that run at once, over a `PrefixCache`.
 
-    A step consists of `admission.schedule_step` for each request that advances, `begin_step`, the model's
+    A step consists of `admission.schedule_request` for each request that advances, `begin_step`, the model's
     forward, and `end_step` (or `abort_step`).
     """
 
@@ -73,8 +73,8 @@ class DynamicInferenceContext:
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
-        self._steps: tuple[RequestStep, ...] = ()
-        self._uncommitted: list[RequestStep] = []
+        self._batch: tuple[ScheduledRequest, ...] = ()
+        self._uncommitted: list[ScheduledRequest] = []
         self.observers: list[StepObserver] = []  # called with each step
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
@@ -110,13 +110,13 @@ class DynamicInferenceContext:
         return self.admission.requests
 
     @property
-    def steps(self) -> tuple[RequestStep, ...]:
-        """What each request does in the step under way, in row order; empty between steps."""
-        return self._steps
+    def batch(self) -> tuple[ScheduledRequest, ...]:
+        """The scheduled requests of the step under way, in row order; empty between steps."""
+        return self._batch
 
     @property
-    def uncommitted(self) -> tuple[RequestStep, ...]:
-        """Steps that are launched, and what they complete is not findable yet."""
+    def uncommitted(self) -> tuple[ScheduledRequest, ...]:
+        """Requests of launched steps that complete blocks or states which are not findable yet."""
         return tuple(self._uncommitted)
 
     # ---- requests
@@ -125,10 +125,10 @@ class DynamicInferenceContext:
         """Release what the request has; `discard`: its cached prefix, too, because the model went wrong."""
         if request.allocation is None:
             return
-        for step in self._uncommitted:
-            if step.request is request:
-                self.prefix_cache.release_reserved(step)
-        self._uncommitted = [step for step in self._uncommitted if step.request is not request]
+        for scheduled in self._uncommitted:
+            if scheduled.request is request:
+                self.prefix_cache.release_reserved(scheduled)
+        self._uncommitted = [scheduled for scheduled in self._uncommitted if scheduled.request is not request]
         allocation = self.admission.release(request)
         if discard:
             self.prefix_cache.discard(allocation.path)
@@ -139,7 +139,7 @@ class DynamicInferenceContext:
 
     def begin_step(
         self,
-        steps: Sequence[RequestStep],
+        batch: Sequence[ScheduledRequest],
         padding: Padding | None = None,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
@@ -150,22 +150,22 @@ class DynamicInferenceContext:
         """
         if self._scrubs:
             self.memory.scrubber.scrub()
-        self._reserve(steps)
+        self._reserve(batch)
         inputs = self._builder.build(
-            self._steps, self.admission.block_table.numpy(), self.admission.page_table.array,
+            self._batch, self.admission.block_table.numpy(), self.admission.page_table.array,
             padding or (lambda shape: shape), sampled_tokens,
         )  # fmt: skip
         for observer in self.observers:
-            observer.step_begun(self._steps, inputs)
+            observer.step_begun(self._batch, inputs)
         return inputs
 
-    def _reserve(self, steps: Sequence[RequestStep]) -> None:
-        """Reserve slots for the states of the steps, and gather the states that they start from."""
-        in_row_order = sorted(steps, key=lambda step: not step.decoding)
+    def _reserve(self, batch: Sequence[ScheduledRequest]) -> None:
+        """Reserve slots for the states of the batch, and gather the states that its requests start from."""
+        in_row_order = sorted(batch, key=lambda scheduled: not scheduled.decoding)
         idle_slots = self.admission.idle_slots
         max_inner_states = self._states.max_inner_states(in_row_order, idle_slots)
-        self._steps = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
-        self._states.gather(self._steps, idle_slots)
+        self._batch = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
+        self._states.gather(self._batch, idle_slots)
 
     def end_step(
         self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None,
@@ -175,102 +175,104 @@ class DynamicInferenceContext:
 
         `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
         `is_valid`: whether a request's logits are finite; if not, nothing of its step becomes findable.
-        `commits_later`: what depends on logits or sampled tokens waits for `commit_steps`.
+        `commits_later`: what depends on logits or sampled tokens waits for `commit_batch`.
         """
         if is_valid is not None and not commits_later:
             self._remove_invalid(is_valid)
-        late: list[RequestStep] = []
-        if any(step.drafts for step in self._steps):
+        late: list[ScheduledRequest] = []
+        if any(scheduled.drafts for scheduled in self._batch):
             assert num_accepted is not None, "drafts are not verified"
             late = self._verify(num_accepted)
-        self._states.scatter(self._steps, late)
-        for step in self._steps:
-            self._states.release_source(step)
-            self._count(step)
+        self._states.scatter(self._batch, late)
+        for scheduled in self._batch:
+            self._states.release_source(scheduled)
+            self._count(scheduled)
             committed: dict[int, int] = {}
-            if step.destinations or step.completes_block(self.config.block_size_tokens):
-                if commits_later and step.logit_positions:
-                    self._uncommitted.append(step)
+            if scheduled.destinations or scheduled.completes_block(self.config.block_size_tokens):
+                if commits_later and scheduled.logit_positions:
+                    self._uncommitted.append(scheduled)
                 else:
-                    committed = self._commit(step)
-            self._states.advance(step, committed)
-            if step.allocation.pages and not step.allocation.num_computed % self._chunk_size:
-                self.admission.page_table.release(step.allocation)
-            if step.decoding and self.config.num_speculative_tokens:
-                self.admission.trim(step.allocation)
-        ended, self._steps = self._steps, ()
+                    committed = self._commit(scheduled)
+            self._states.advance(scheduled, committed)
+            if scheduled.allocation.pages and not scheduled.allocation.num_computed % self._chunk_size:
+                self.admission.page_table.release(scheduled.allocation)
+            if scheduled.decoding and self.config.num_speculative_tokens:
+                self.admission.trim(scheduled.allocation)
+        ended, self._batch = self._batch, ()
         for observer in self.observers:
             observer.step_ended(ended)
 
-    def commit_steps(self, steps: Sequence[RequestStep], invalid: Collection[int]) -> None:
-        """Make findable what launched steps completed, unless their request is in `invalid`."""
+    def commit_batch(self, batch: Sequence[ScheduledRequest], invalid: Collection[int]) -> None:
+        """Make findable what the requests of a launched step completed, except those in `invalid`."""
         if not self._uncommitted:
             return
-        of_steps = set(map(id, steps))
-        ready = [step for step in self._uncommitted if id(step) in of_steps]
-        self._uncommitted = [step for step in self._uncommitted if id(step) not in of_steps]
-        for step in ready:
-            if step.request.request_id in invalid:
-                self.prefix_cache.release_reserved(step)
+        launched = set(map(id, batch))
+        ready = [scheduled for scheduled in self._uncommitted if id(scheduled) in launched]
+        self._uncommitted = [scheduled for scheduled in self._uncommitted if id(scheduled) not in launched]
+        for scheduled in ready:
+            if scheduled.request.request_id in invalid:
+                self.prefix_cache.release_reserved(scheduled)
                 continue
-            self._commit(step)
-            if step.is_ahead:
-                self.prefix_cache.note_refused(step)
+            self._commit(scheduled)
+            if scheduled.is_ahead:
+                self.prefix_cache.note_refused(scheduled)
 
-    def _commit(self, step: RequestStep) -> dict[int, int]:
-        self.prefix_cache.register(step.allocation.path, step.request.tokens, step.stop)
-        return self.prefix_cache.commit(step)
+    def _commit(self, scheduled: ScheduledRequest) -> dict[int, int]:
+        self.prefix_cache.register(scheduled.allocation.path, scheduled.request.tokens, scheduled.stop)
+        return self.prefix_cache.commit(scheduled)
 
     def _remove_invalid(self, is_valid: Callable[[int], bool]) -> None:
         size = self.config.block_size_tokens
         invalid = [
-            step
-            for step in self._steps
-            if (step.drafts or step.destinations or step.completes_block(size))
-            and not is_valid(step.request.request_id)
+            scheduled
+            for scheduled in self._batch
+            if (scheduled.drafts or scheduled.destinations or scheduled.completes_block(size))
+            and not is_valid(scheduled.request.request_id)
         ]
-        for step in invalid:
-            self.prefix_cache.release_reserved(step)
-        rows = {step.allocation.row for step in invalid}
-        self._steps = tuple(step for step in self._steps if step.allocation.row not in rows)
+        for scheduled in invalid:
+            self.prefix_cache.release_reserved(scheduled)
+        rows = {scheduled.allocation.row for scheduled in invalid}
+        self._batch = tuple(scheduled for scheduled in self._batch if scheduled.allocation.row not in rows)
 
-    def _verify(self, num_accepted: Callable[[int], int]) -> list[RequestStep]:
-        """Cut the steps to their accepted tokens; returns steps with slots that are reserved only now."""
+    def _verify(self, num_accepted: Callable[[int], int]) -> list[ScheduledRequest]:
+        """Cut decodes to their accepted tokens; returns those with slots that are reserved only now."""
         accepted = [
-            step.accepted(num_accepted(step.request.request_id)) if step.drafts else step
-            for step in self._steps
+            scheduled.accepted(num_accepted(scheduled.request.request_id)) if scheduled.drafts else scheduled
+            for scheduled in self._batch
         ]
-        late = self.prefix_cache.after_verification(self._steps, accepted)
-        added = {step.allocation.row: step.destinations for step in late}
-        self._steps = tuple(
-            replace(step, destinations=step.destinations | added[step.allocation.row])
-            if step.allocation.row in added
-            else step
-            for step in accepted
+        late = self.prefix_cache.after_verification(self._batch, accepted)
+        added = {scheduled.allocation.row: scheduled.destinations for scheduled in late}
+        self._batch = tuple(
+            replace(scheduled, destinations=scheduled.destinations | added[scheduled.allocation.row])
+            if scheduled.allocation.row in added
+            else scheduled
+            for scheduled in accepted
         )
         return late
 
-    def _count(self, step: RequestStep) -> None:
-        request = step.request
-        if not step.num_resumed and step.start >= max(len(request.prompt_tokens), request.num_counted):
-            request.num_counted = step.stop  # a decode: no prompt token, none computed before
+    def _count(self, scheduled: ScheduledRequest) -> None:
+        request = scheduled.request
+        start, stop, num_prompt_tokens = scheduled.start, scheduled.stop, len(request.prompt_tokens)
+        if not scheduled.num_resumed and start >= max(num_prompt_tokens, request.num_counted):
+            request.num_counted = stop  # a decode: no prompt token, none computed before
             return
-        resumed, computed = range(step.start - step.num_resumed, step.start), range(step.start, step.stop)
-        num_prompt_tokens = len(request.prompt_tokens)
-        counts = TokenLedger.of_step(resumed, computed, step.spans, request.num_counted, num_prompt_tokens)
+        resumed, computed = range(start - scheduled.num_resumed, start), range(start, stop)
+        counts = TokenLedger.of_step(
+            resumed, computed, scheduled.spans, request.num_counted, num_prompt_tokens
+        )
         self._num_requests_seen += request.num_counted == 0
         self._ledger += counts
         request.ledger += counts
-        request.num_counted = max(request.num_counted, step.stop)
+        request.num_counted = max(request.num_counted, stop)
 
     def abort_step(self) -> None:
         """Undo a step whose forward failed: nothing that it wrote is used, and its requests are released."""
-        aborted, self._steps = self._steps, ()
+        aborted, self._batch = self._batch, ()
         self._uncommitted = []
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
         self.memory.scrubber.scratch.scrub()
-        for step in aborted:
-            self.release(step.request)
+        for scheduled in aborted:
+            self.release(scheduled.request)
 
     # ---- the whole
 
@@ -297,7 +299,7 @@ class DynamicInferenceContext:
 
     def reset(self, *, keep_counts: bool = False) -> None:
         """Release every request and empty the cache, also after a failure; counts are 0, too."""
-        self._steps = ()
+        self._batch = ()
         self._uncommitted = []
         self.admission.clear()
         self._empty_rows()
@@ -316,11 +318,11 @@ class DynamicInferenceContext:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
-        allocations, during_step = self.admission.allocations, bool(self._steps)
+        allocations, during_step = self.admission.allocations, bool(self._batch)
         self.admission.check_integrity()
         self._states.check_integrity(allocations, during_step)
         pages = [page for allocation in allocations for page in allocation.pages]
-        slots = [slot for step in self._uncommitted for slot in step.destinations.values()]
+        slots = [slot for scheduled in self._uncommitted for slot in scheduled.destinations.values()]
         reserved = self.prefix_cache.slots.reserved
         assert during_step or sorted(slots) == sorted(reserved), "a reservation leaked"
         paths = [allocation.path for allocation in allocations]

@@ -10,7 +10,7 @@ import torch
 from ...config import InferenceConfig
 from ...state_spec import ALIGNMENT, HybridStateSpec
 from .cache.kv_block_allocator import KVBlockAllocator
-from .request import Allocation, RequestStep
+from .request import Allocation, ScheduledRequest
 
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -91,12 +91,12 @@ class PageTable:
             allocation.pages += self._kv_blocks.allocate_memory_blocks(num_missing)
             self.array[allocation.row, first : len(allocation.pages)] = allocation.pages[first:]
 
-    def grow_for_drafts(self, step: RequestStep, tokens: Sequence[int]) -> Sequence[int]:
+    def grow_for_drafts(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> Sequence[int]:
         """Allocate pages for drafts, as far as blocks are free; returns the drafts that have one."""
-        num_pages = len(step.allocation.pages) + self._kv_blocks.total_avail
-        num_inputs = step.start % self._chunk_size + step.length
+        num_pages = len(scheduled.allocation.pages) + self._kv_blocks.total_avail
+        num_inputs = scheduled.start % self._chunk_size + scheduled.length
         tokens = tokens[: num_pages * self._pages.tokens - num_inputs]
-        self.grow(step.allocation, num_inputs + len(tokens))
+        self.grow(scheduled.allocation, num_inputs + len(tokens))
         return tokens
 
     def release(self, allocation: Allocation) -> None:

@@ -1,4 +1,4 @@
-"""A request: its prompt, settings and answer, what it holds while it runs, and what it does in one step."""
+"""A request: its prompt, settings and answer, what it holds while it runs, and what of it a step computes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -299,8 +299,8 @@ class DynamicInferenceRequest:
 
 
 @dataclass(frozen=True)
-class RequestStep(PathStep):
-    """Tokens [start, stop) of one request, to be computed in the next step; `of` makes one."""
+class ScheduledRequest(PathStep):
+    """A request whose tokens [start, stop) the next step computes; `of` makes one."""
 
     request: DynamicInferenceRequest = field(kw_only=True)
     allocation: Allocation = field(kw_only=True)
@@ -313,7 +313,7 @@ class RequestStep(PathStep):
     def of(
         cls, request: DynamicInferenceRequest, allocation: Allocation, start: int, stop: int, **settings: Any
     ) -> Self:
-        """A step of `request` along the path that it holds."""
+        """Schedule tokens of `request` along the path that it holds."""
         return cls(
             allocation.path, request.tokens, start, stop, request=request, allocation=allocation, **settings
         )
@@ -335,7 +335,7 @@ class RequestStep(PathStep):
         return self.stop - len(self.drafts) - len(self.request.prompt_tokens)
 
     def completes_block(self, block_size_tokens: int) -> bool:
-        """Whether the step fills a KV block that becomes findable then."""
+        """Whether the tokens fill a KV block that becomes findable after the step."""
         path = self.allocation.path
         return path.caches and self.stop // block_size_tokens > path.num_registered
 
@@ -349,7 +349,7 @@ class RequestStep(PathStep):
 
     @property
     def scored_positions(self) -> range:
-        """The step's positions among the request's `scored_positions`."""
+        """The scheduled positions among the request's `scored_positions`."""
         if self.decoding:
             return range(0)
         scored = self.request.scored_positions
@@ -366,7 +366,7 @@ class RequestStep(PathStep):
         return range(scored.start if scored else self.stop - 1, self.stop)
 
     def max_drafts(self, num_speculative_tokens: int) -> int:
-        """How many drafts the step can have: 0 unless the step is a decode without drafts."""
+        """How many drafts can be added: 0 unless this is a decode without drafts."""
         if not self.decoding or self.drafts:
             return 0
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))

@@ -13,7 +13,7 @@ from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
-from .request import Allocation, RequestStep
+from .request import Allocation, ScheduledRequest
 
 IdleSlots = Callable[[], Sequence[int]]
 """Returns the live slots that no request owns now, in a pool without durable states."""
@@ -152,73 +152,77 @@ class RequestStates:
     def _last_grid_point(self, position: int) -> int:
         return position // self._grid * self._grid
 
-    def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int | None:
-        """How many states inside their prefills the steps can store; None: any number."""
+    def max_inner_states(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> int | None:
+        """How many states inside its prefills the batch can store; None: any number."""
         return None
 
-    def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
-        """Before a step: copy states to live slots where the step needs them there."""
+    def gather(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> None:
+        """Before a step: copy states to live slots where the kernels need them there."""
         if self._in_place:
-            resumed = [step.allocation for step in steps if step.allocation.num_computed]
+            resumed = [scheduled.allocation for scheduled in batch if scheduled.allocation.num_computed]
             self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
 
-    def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
+    def scatter(self, batch: Sequence[ScheduledRequest], late: Sequence[ScheduledRequest] = ()) -> None:
         """After a step: bring boundary states to their slots where kernels do not; `late` slots are new."""
         pairs = [
-            (self._live_slot(step, position), self._pool.durable_index(slot))
-            for step in (late if self._writes_durable else steps)
-            for position, slot in step.destinations.items()
-            if position >= step.stop - len(step.drafts)  # else a prefill stores it
+            (self._live_slot(scheduled, position), self._pool.durable_index(slot))
+            for scheduled in (late if self._writes_durable else batch)
+            for position, slot in scheduled.destinations.items()
+            if position >= scheduled.stop - len(scheduled.drafts)  # else a prefill stores it
         ]
         if pairs:
             self._pool.copy(*zip(*pairs, strict=True))
 
-    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
+    def inner_destinations(self, scheduled: ScheduledRequest) -> list[tuple[int, int]]:
         """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
-        slots = step.destinations.items()
+        slots = scheduled.destinations.items()
         return [
-            (position, self._pool.durable_index(slot)) for position, slot in slots if position != step.stop
+            (position, self._pool.durable_index(slot))
+            for position, slot in slots
+            if position != scheduled.stop
         ]
 
-    def completed_destination(self, step: RequestStep) -> int:
+    def completed_destination(self, scheduled: ScheduledRequest) -> int:
         """The pool index for the state of a chunk that a decode by replay completes; -1: none."""
         return -1
 
-    def destinations(self, step: RequestStep) -> list[int]:
-        """The pool index for the state after the step; with drafts, one index for each token's state."""
-        if not step.drafts:
-            return [self._destination(step, step.stop)]
-        return [self._destination(step, position + 1) for position in range(step.start, step.stop)]
+    def destinations(self, scheduled: ScheduledRequest) -> list[int]:
+        """The pool index for the request's state after the step; with drafts, one for each token's state."""
+        if not scheduled.drafts:
+            return [self._destination(scheduled, scheduled.stop)]
+        return [
+            self._destination(scheduled, position + 1) for position in range(scheduled.start, scheduled.stop)
+        ]
 
-    def _destination(self, step: RequestStep, position: int) -> int:
+    def _destination(self, scheduled: ScheduledRequest, position: int) -> int:
         """The slot reserved for the state at `position`, or a live slot."""
-        slot = step.destinations.get(position, -1) if self._writes_durable else -1
-        return self._live_slot(step, position) if slot < 0 else self._pool.durable_index(slot)
+        slot = scheduled.destinations.get(position, -1) if self._writes_durable else -1
+        return self._live_slot(scheduled, position) if slot < 0 else self._pool.durable_index(slot)
 
-    def _live_slot(self, step: RequestStep, position: int) -> int:
-        """The live slot for the state at `position`: the step's end, or the end of any token of a decode."""
-        return step.allocation.live_slots[position - step.stop + len(step.drafts)]
+    def _live_slot(self, scheduled: ScheduledRequest, position: int) -> int:
+        """The live slot for the state at `position`: `stop`, or the end of any token of a decode."""
+        return scheduled.allocation.live_slots[position - scheduled.stop + len(scheduled.drafts)]
 
-    def release_source(self, step: RequestStep) -> None:
-        """After a launched step: unpin the durable slot that the step read, unless a later step reads it."""
-        if self._last_grid_point(step.stop) > step.start:
-            self._cache.unpin_state(step.allocation.path)
+    def release_source(self, scheduled: ScheduledRequest) -> None:
+        """After a launched step: unpin the durable slot that its row read, unless a later step reads it."""
+        if self._last_grid_point(scheduled.stop) > scheduled.start:
+            self._cache.unpin_state(scheduled.allocation.path)
 
-    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
+    def advance(self, scheduled: ScheduledRequest, committed: Mapping[int, int]) -> None:
         """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
-        allocation, position = step.allocation, self._last_grid_point(step.stop)
-        allocation.num_computed = step.stop
-        if position <= step.start:
+        allocation, position = scheduled.allocation, self._last_grid_point(scheduled.stop)
+        allocation.num_computed = scheduled.stop
+        if position <= scheduled.start:
             return
         slot = committed.get(position, -1) if self._writes_durable else -1
         if slot >= 0:
             self._cache.pin_state(allocation.path, slot, resumes=False)
             allocation.state_index = self._pool.durable_index(slot)
         else:
-            allocation.state_index = self._live_slot(step, position)
-            if self._writes_durable and position in step.destinations:
+            allocation.state_index = self._live_slot(scheduled, position)
+            if self._writes_durable and position in scheduled.destinations:
                 # Refused, or not findable yet; no launched kernel overwrites it.
-                self._pool.copy([self._destination(step, position)], [allocation.state_index])
+                self._pool.copy([self._destination(scheduled, position)], [allocation.state_index])
 
     def move_to_live(self, allocation: Allocation) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
@@ -267,26 +271,33 @@ class EncodedStates(RequestStates):
     def _pinned_index(self, slot: int) -> int:
         return -1  # until `gather`
 
-    def max_inner_states(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> int:
-        return len(self._staging_slots(steps, idle_slots))
+    def max_inner_states(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> int:
+        return len(self._staging_slots(batch, idle_slots))
 
-    def _staging_slots(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> list[int]:
+    def _staging_slots(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> list[int]:
         """The slots that are free in a step: those for staging, then idle live ones."""
         own = range(self._pool.num_live, self._pool.num_slots)
-        drafts = [slot for step in steps if not step.decoding for slot in step.allocation.live_slots[1:]]
+        drafts = [
+            slot
+            for scheduled in batch
+            if not scheduled.decoding
+            for slot in scheduled.allocation.live_slots[1:]
+        ]
         return [*own, *drafts, *idle_slots()]
 
-    def gather(self, steps: Sequence[RequestStep], idle_slots: IdleSlots) -> None:
-        places = iter(self._staging_slots(steps, idle_slots))
+    def gather(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> None:
+        places = iter(self._staging_slots(batch, idle_slots))
         self._staged = {
-            (step.allocation.row, position): next(places)
-            for step in steps
-            for position in step.destinations
-            if position < step.stop - len(step.drafts)
+            (scheduled.allocation.row, position): next(places)
+            for scheduled in batch
+            for position in scheduled.destinations
+            if position < scheduled.stop - len(scheduled.drafts)
         }
         self._scratch.note(self._staged.values())
-        self._to_live([step.allocation for step in steps if step.allocation.path.state_slot >= 0])
-        super().gather(steps, idle_slots)
+        self._to_live(
+            [scheduled.allocation for scheduled in batch if scheduled.allocation.path.state_slot >= 0]
+        )
+        super().gather(batch, idle_slots)
 
     def _copy_to_live(self, allocations: Sequence[Allocation], live: Sequence[int]) -> None:
         pinned = [allocation.path.state_slot for allocation in allocations]
@@ -295,24 +306,24 @@ class EncodedStates(RequestStates):
         else:
             super()._copy_to_live(allocations, live)
 
-    def scatter(self, steps: Sequence[RequestStep], late: Sequence[RequestStep] = ()) -> None:
+    def scatter(self, batch: Sequence[ScheduledRequest], late: Sequence[ScheduledRequest] = ()) -> None:
         pairs = [
-            (self._place(step, position), slot)
-            for step in steps
-            for position, slot in step.destinations.items()
+            (self._place(scheduled, position), slot)
+            for scheduled in batch
+            for position, slot in scheduled.destinations.items()
         ]
         if pairs:
             encode_states(coded_tensors(self._pool, self._durable), *zip(*pairs, strict=True))
         self._scratch.scrub()
 
-    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
-        inner = (position for position in step.destinations if position != step.stop)
-        return [(position, self._place(step, position)) for position in inner]
+    def inner_destinations(self, scheduled: ScheduledRequest) -> list[tuple[int, int]]:
+        inner = (position for position in scheduled.destinations if position != scheduled.stop)
+        return [(position, self._place(scheduled, position)) for position in inner]
 
-    def _place(self, step: RequestStep, position: int) -> int:
-        """The live or staging slot where the step writes the state at a boundary."""
-        staged = self._staged.get((step.allocation.row, position))
-        return self._live_slot(step, position) if staged is None else staged
+    def _place(self, scheduled: ScheduledRequest, position: int) -> int:
+        """The live or staging slot where the step writes the request's state at a boundary."""
+        staged = self._staged.get((scheduled.allocation.row, position))
+        return self._live_slot(scheduled, position) if staged is None else staged
 
 
 class ReplayedStates(RequestStates):
@@ -322,25 +333,25 @@ class ReplayedStates(RequestStates):
         super().__init__(pool, cache)
         self._grid = chunk_size
 
-    def inner_destinations(self, step: RequestStep) -> list[tuple[int, int]]:
-        inner, last = super().inner_destinations(step), self._last_grid_point(step.stop)
-        if step.start < last < step.stop and last not in step.destinations:
-            inner.append((last, self._live_slot(step, last)))
+    def inner_destinations(self, scheduled: ScheduledRequest) -> list[tuple[int, int]]:
+        inner, last = super().inner_destinations(scheduled), self._last_grid_point(scheduled.stop)
+        if scheduled.start < last < scheduled.stop and last not in scheduled.destinations:
+            inner.append((last, self._live_slot(scheduled, last)))
         return inner
 
-    def completed_destination(self, step: RequestStep) -> int:
-        completes = step.decoding and step.stop % self._grid == 0
-        return self._destination(step, step.stop) if completes else -1
+    def completed_destination(self, scheduled: ScheduledRequest) -> int:
+        completes = scheduled.decoding and scheduled.stop % self._grid == 0
+        return self._destination(scheduled, scheduled.stop) if completes else -1
 
-    def destinations(self, step: RequestStep) -> list[int]:
-        if step.decoding or step.stop % self._grid:
-            return [-1] * (step.length if step.decoding else 1)
-        return super().destinations(step)
+    def destinations(self, scheduled: ScheduledRequest) -> list[int]:
+        if scheduled.decoding or scheduled.stop % self._grid:
+            return [-1] * (scheduled.length if scheduled.decoding else 1)
+        return super().destinations(scheduled)
 
-    def _live_slot(self, step: RequestStep, position: int) -> int:
-        return step.allocation.live_slots[0]
+    def _live_slot(self, scheduled: ScheduledRequest, position: int) -> int:
+        return scheduled.allocation.live_slots[0]
 
-    def advance(self, step: RequestStep, committed: Mapping[int, int]) -> None:
-        super().advance(step, committed)
-        if step.allocation.decoding:
-            self.move_to_live(step.allocation)
+    def advance(self, scheduled: ScheduledRequest, committed: Mapping[int, int]) -> None:
+        super().advance(scheduled, committed)
+        if scheduled.allocation.decoding:
+            self.move_to_live(scheduled.allocation)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...config import InferenceConfig
 from .device_memory import DeviceMemory
-from .request import RequestStep
+from .request import ScheduledRequest
 from .states import RequestStates
 from .step_inputs import (
     INDEX_FIELDS,
@@ -122,14 +122,14 @@ class StepBuilder:
         self._memory = memory
 
     def build(
-        self, steps: Sequence[RequestStep], block_table: Array, page_table: Array, padding: Padding,
+        self, batch: Sequence[ScheduledRequest], block_table: Array, page_table: Array, padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:  # fmt: skip
-        """The inputs of `steps`, decodes first; not synchronised. KV of registered blocks is not written."""
-        layout = _Layout(steps)
-        values = self._token_values(steps, layout, block_table) | self._state_values(steps, layout)
+        """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
+        layout = _Layout(batch)
+        values = self._token_values(batch, layout, block_table) | self._state_values(batch, layout)
         if self._replays:
-            values |= self._replay_values(steps, layout, page_table)
+            values |= self._replay_values(batch, layout, page_table)
         shape = padding(layout.shape(values))
         values["query_start_loc"] = layout.pad_to(shape)
         for name in ("kv_write_tokens", "logit_tokens"):
@@ -144,22 +144,24 @@ class StepBuilder:
         return self._inputs(shape, num_logits, tensors)
 
     def _token_values(
-        self, steps: Sequence[RequestStep], layout: "_Layout", block_table: Array
+        self, batch: Sequence[ScheduledRequest], layout: "_Layout", block_table: Array
     ) -> dict[str, Any]:
         size = self._block_size
         num_blocks = -(-max(layout.stops) // size)
-        rows = [step.allocation.row for step in steps]
+        rows = [scheduled.allocation.row for scheduled in batch]
         table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
-        registered = np.array([step.allocation.path.num_registered * size for step in steps])
+        registered = np.array([scheduled.allocation.path.num_registered * size for scheduled in batch])
         writes = np.flatnonzero(layout.positions >= registered[layout.token_rows])
         written = layout.positions[writes]
         blocks = table[layout.token_rows[writes], written // size].astype(np.int64)
-        token_ids = chain.from_iterable(step.tokens for step in steps)
+        token_ids = chain.from_iterable(scheduled.tokens for scheduled in batch)
         firsts = layout.query_start_loc[layout.num_decodes : -1].tolist()
-        prefills = zip(firsts, steps[layout.num_decodes :], strict=True)
+        prefills = zip(firsts, batch[layout.num_decodes :], strict=True)
         logits = [*range(layout.num_decode_tokens)]  # of decodes each one
         logits += (
-            first + position - step.start for first, step in prefills for position in step.logit_positions
+            first + position - scheduled.start
+            for first, scheduled in prefills
+            for position in scheduled.logit_positions
         )
         return {
             "token_ids": np.fromiter(token_ids, np.int64, len(layout.positions)),
@@ -172,13 +174,13 @@ class StepBuilder:
             "kv_write_positions": blocks * size + written % size,
         }
 
-    def _state_values(self, steps: Sequence[RequestStep], layout: "_Layout") -> dict[str, Any]:
+    def _state_values(self, batch: Sequence[ScheduledRequest], layout: "_Layout") -> dict[str, Any]:
         # Entries that are no checkpoints come last.
         inner = sorted(
             (
-                (row, position, index, position in step.destinations)
-                for row, step in enumerate(steps[layout.num_decodes :])
-                for position, index in self._states.inner_destinations(step)
+                (row, position, index, position in scheduled.destinations)
+                for row, scheduled in enumerate(batch[layout.num_decodes :])
+                for position, index in self._states.inner_destinations(scheduled)
             ),
             key=lambda entry: not entry[3],
         )
@@ -189,9 +191,12 @@ class StepBuilder:
         chunk_destinations = np.full(len(grid.seq_idx), -1)
         chunk_destinations[grid.checkpoint_chunks] = slots
         return {
-            "state_destinations": [index for step in steps for index in self._states.destinations(step)],
+            "state_destinations": [
+                index for scheduled in batch for index in self._states.destinations(scheduled)
+            ],
             "state_sources": [
-                step.allocation.state_index if step.allocation.num_computed else -1 for step in steps
+                scheduled.allocation.state_index if scheduled.allocation.num_computed else -1
+                for scheduled in batch
             ],
             "chunks.query_start_loc": layout.query_start_loc[decodes:] - layout.num_decode_tokens,
             "chunks.token_rows": grid.token_rows,
@@ -205,9 +210,9 @@ class StepBuilder:
         }
 
     def _replay_values(
-        self, steps: Sequence[RequestStep], layout: "_Layout", page_table: Array
+        self, batch: Sequence[ScheduledRequest], layout: "_Layout", page_table: Array
     ) -> dict[str, Any]:
-        rows = [step.allocation.row for step in steps]
+        rows = [scheduled.allocation.row for scheduled in batch]
         starts, stops = np.array(layout.starts), np.array(layout.stops)
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
@@ -215,7 +220,7 @@ class StepBuilder:
             "replay.input_rows": rows,
             "replay.pages": page_table[rows],
             "replay.starts": starts,
-            "replay.destinations": [self._states.completed_destination(step) for step in steps],
+            "replay.destinations": [self._states.completed_destination(scheduled) for scheduled in batch],
             "replay.tail_starts": tails[layout.num_decodes :],
         }
 
@@ -239,17 +244,20 @@ class StepBuilder:
 class _Layout:
     """Where each request's tokens lie in the packed step, decode rows first, and in the padded step."""
 
-    def __init__(self, steps: Sequence[RequestStep]) -> None:
-        self.starts, self.stops = [step.start for step in steps], [step.stop for step in steps]
+    def __init__(self, batch: Sequence[ScheduledRequest]) -> None:
+        self.starts, self.stops = (
+            [scheduled.start for scheduled in batch],
+            [scheduled.stop for scheduled in batch],
+        )
         self.lengths = np.subtract(self.stops, self.starts)
-        self.query_start_loc = np.zeros(len(steps) + 1, np.int64)  # with a trailing total
+        self.query_start_loc = np.zeros(len(batch) + 1, np.int64)  # with a trailing total
         self.lengths.cumsum(out=self.query_start_loc[1:])
-        self.token_rows = np.arange(len(steps)).repeat(self.lengths)
+        self.token_rows = np.arange(len(batch)).repeat(self.lengths)
         self.token_places = np.arange(len(self.token_rows))  # in the padded step, after `pad_to`
         self.positions = self.token_places + (self.starts - self.query_start_loc[:-1])[self.token_rows]
-        self.num_decodes = sum(step.decoding for step in steps)
+        self.num_decodes = sum(scheduled.decoding for scheduled in batch)
         self.num_decode_tokens = int(self.query_start_loc[self.num_decodes])
-        self.num_prefills = len(steps) - self.num_decodes
+        self.num_prefills = len(batch) - self.num_decodes
 
     def shape(self, values: dict[str, Any]) -> StepShape:
         """The step's sizes without padding."""

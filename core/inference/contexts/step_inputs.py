@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ..kernels.operands import AttentionRows
-from .request import RequestStep
+from .request import ScheduledRequest
 from .states import StatePool
 
 Int32Array = npt.NDArray[np.int32]
@@ -69,7 +69,7 @@ class Checkpoints:
 
     There is one entry for each state. `PrefillChunks.destinations` has the same states by chunk, because each
     boundary is the end of a chunk. Convolution windows are stored by token, states of scans by chunk.
-    A boundary at the end of a row's step needs no entry: the row's `state_destinations` is the slot.
+    A boundary at the end of a row needs no entry: the row's `state_destinations` is the slot.
     """
 
     rows: Annotated[Tensor, "checkpoints", -1]  # prefill row
@@ -231,10 +231,10 @@ INDEX_FIELDS = tuple(
 class StepObserver(Protocol):
     """Is called with each step of a context. An error that an observer raises fails the step."""
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: StepInputs) -> None:
-        """All slots are reserved and `inputs` are built for `steps`, in row order; no forward is launched."""
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: StepInputs) -> None:
+        """All slots are reserved and `inputs` are built for `batch`, in row order; no forward is launched."""
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""
 
 

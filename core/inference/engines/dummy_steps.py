@@ -12,7 +12,7 @@ from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import MAX_PADDING, rung
-from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..contexts.step_inputs import StepShape
 from .model_protocol import Model
 
@@ -75,8 +75,8 @@ class DummySteps:
         drafts: Sequence[int] = (),
     ) -> list[Tensor]:
         """One step."""
-        steps = [self._context.admission.schedule_step(request, budget) for request, budget in work]
-        ready = [step for step in steps if step is not None]
+        batch = [self._context.admission.schedule_request(request, budget) for request, budget in work]
+        ready = [scheduled for scheduled in batch if scheduled is not None]
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:
             ready[0] = self._context.admission.draft(ready[0], drafts)
@@ -87,16 +87,16 @@ class DummySteps:
             self._context.abort_step()
             raise
         self._context.end_step(lambda _: self._accept(ready[0]))
-        in_row_order = sorted(ready, key=lambda step: not step.decoding)
-        sizes = [len(step.logit_positions) for step in in_row_order]
+        in_row_order = sorted(ready, key=lambda scheduled: not scheduled.decoding)
+        sizes = [len(scheduled.logit_positions) for scheduled in in_row_order]
         parts = torch.split(logits[: inputs.num_logits], sizes)
-        of = {step.request: part for step, part in zip(in_row_order, parts, strict=True)}
+        of = {scheduled.request: part for scheduled, part in zip(in_row_order, parts, strict=True)}
         return [of[request] for request, _ in work]
 
-    def _accept(self, step: RequestStep) -> int:
-        """Make a step's drafts tokens of its request; how many tokens of the step are right: all."""
-        step.request.append(step.drafts, [None] * len(step.drafts), 0.0)
-        return step.length
+    def _accept(self, scheduled: ScheduledRequest) -> int:
+        """Make a request's drafts its tokens; returns how many of the scheduled tokens are right: all."""
+        scheduled.request.append(scheduled.drafts, [None] * len(scheduled.drafts), 0.0)
+        return scheduled.length
 
     def release(self, request: DynamicInferenceRequest) -> None:
         """Take back what a request holds."""

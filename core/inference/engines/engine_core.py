@@ -22,7 +22,7 @@ from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
 from .model_protocol import Model
@@ -195,18 +195,18 @@ class EngineCore:
         """Make a step. `reports`: append its report. `claims_results`: claim its results."""
         begun_s = time.perf_counter()
         with self._in_step(), self._on_device:
-            steps, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
-            report = self._end_step(steps, tokens, invalid)
+            batch, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
+            report = self._end_step(batch, tokens, invalid)
             if reports:
                 for result in report.finished if claims_results else ():
                     self.unclaimed.pop(result.request_id, None)
                 self.reports.append(report)
         self.scheduler.admitted = {}
         if self.observers.known:
-            for one in steps:
-                if not one.decoding and (one.num_resumed or one.admits):
-                    self.observers.notify("request_resumed", one)
-            self.observers.notify("step_made", steps, tokens, time.perf_counter() - begun_s)
+            for scheduled in batch:
+                if not scheduled.decoding and (scheduled.num_resumed or scheduled.admits):
+                    self.observers.notify("request_resumed", scheduled)
+            self.observers.notify("step_made", batch, tokens, time.perf_counter() - begun_s)
 
     def pin(self, chain: PrefixHashChain) -> PinnedPrefix:
         with self.changing(MambaSlotCapacityError):
@@ -284,30 +284,30 @@ class EngineCore:
     # ---- a step
 
     def _end_step(
-        self, steps: Sequence[RequestStep], tokens: NewTokens, invalid: Sequence[int]
+        self, batch: Sequence[ScheduledRequest], tokens: NewTokens, invalid: Sequence[int]
     ) -> StepReport:
         """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
-        for step in steps:
-            request, reason = step.request, step.request.finish_reason
+        for scheduled in batch:
+            request, reason = scheduled.request, scheduled.request.finish_reason
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
-            if self._drafter is not None and step.decoding and request.request_id in tokens:
-                self._count_drafts(step, [one.token for one in tokens[request.request_id]])
+            if self._drafter is not None and scheduled.decoding and request.request_id in tokens:
+                self._count_drafts(scheduled, [one.token for one in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
-            admitted=tuple(step.request.request_id for step in steps if step.admits),
+            admitted=tuple(scheduled.request.request_id for scheduled in batch if scheduled.admits),
             finished=tuple(finished),
             tokens=tokens,
         )
 
-    def _count_drafts(self, step: RequestStep, new: Sequence[int]) -> None:
+    def _count_drafts(self, scheduled: ScheduledRequest, new: Sequence[int]) -> None:
         so_far = self.speculation
         self.speculation = SpeculationStats(
             so_far.num_decodes + 1,
             so_far.num_tokens + len(new),
-            so_far.num_drafted + len(step.drafts),
-            so_far.num_accepted + sum(map(eq, step.drafts, new)),
+            so_far.num_drafted + len(scheduled.drafts),
+            so_far.num_accepted + sum(map(eq, scheduled.drafts, new)),
         )
 
     # ---- repairs, each of which can be made any number of times

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ...request import RequestResult
 from ...validation import brief_repr, shown
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +44,17 @@ class EngineObserver(Protocol):
         """A request waits now. If a step adds it, the engine accepts no call but `add_request` and
         `stats(settle=False)`."""
 
-    def request_resumed(self, step: RequestStep) -> None:
+    def request_resumed(self, scheduled: ScheduledRequest) -> None:
         """A step has begun a prompt, or jumped ahead in it: `num_resumed` tokens before `start` were resumed.
 
-        `step.spans` have the reasons of the computed tokens. A preempted request begins again.
+        `scheduled.spans` have the reasons of the computed tokens. A preempted request begins again.
         """
 
-    def step_made(self, steps: Sequence[RequestStep], tokens: NewTokens, duration_s: float) -> None:
+    def step_made(self, batch: Sequence[ScheduledRequest], tokens: NewTokens, duration_s: float) -> None:
         """A step has ended, and its tokens are read. Requests that it has completed have their `result`.
 
         Args:
-            steps: what each request did.
+            batch: the requests of the step, and which tokens of each it computed.
             tokens: request id -> all new tokens, in order.
             duration_s: seconds of the call that made the step.
         """

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ..contexts.request import DynamicInferenceRequest, RequestStep
+from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import penalties
 
-Row = tuple[RequestStep, int]
-"""A row of logits: the step of its request, and how many of the step's drafts are before the row."""
+Row = tuple[ScheduledRequest, int]
+"""A row of logits: its scheduled request, and how many drafts of the request are before the row."""
 Penalised = tuple[int, int, tuple[float, float, float]]
 """A row of logits, its row of counts, and its repetition, frequency and presence penalty."""
 Penalties = tuple[Tensor, Tensor]
@@ -41,13 +41,14 @@ class _Changes:
     drafts: tuple[Tensor, Tensor] | None  # those places, and tokens
     biases: tuple[Tensor, Tensor] | None  # places in the logits, row by row, and what is added there
 
-    def is_of(self, steps: Sequence[RequestStep]) -> bool:
+    def is_of(self, batch: Sequence[ScheduledRequest]) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
         return (
-            [step.request for step in steps] == self.requests
-            and not any(step.drafts for step in steps)
-            and [step.answer_length >= step.request.sampling.min_tokens for step in steps] == self.is_free
-            and all(counted.num_tokens == steps[row].answer_length for row, counted in self.counted)
+            [scheduled.request for scheduled in batch] == self.requests
+            and not any(scheduled.drafts for scheduled in batch)
+            and [scheduled.answer_length >= scheduled.request.sampling.min_tokens for scheduled in batch]
+            == self.is_free
+            and all(counted.num_tokens == batch[row].answer_length for row, counted in self.counted)
         )
 
 
@@ -68,12 +69,12 @@ class LogitsChanges:
 
             self._apply_penalties = penalize
 
-    def apply(self, steps: Sequence[RequestStep], logits: Tensor) -> Tensor:
-        """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `steps`."""
+    def apply(self, batch: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
+        """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `batch`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
-        if changes is None or not changes.is_of(steps):
-            changes = self._listed(steps, logits.shape[1], dtype)
+        if changes is None or not changes.is_of(batch):
+            changes = self._listed(batch, logits.shape[1], dtype)
         if changes.penalties is not None:
             counts = self._counts
             if changes.copied is not None:
@@ -110,27 +111,29 @@ class LogitsChanges:
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _listed(self, steps: Sequence[RequestStep], vocabulary: int, dtype: torch.dtype) -> _Changes:
-        rows = [(step, number) for step in steps for number in range(1 + len(step.drafts))]
+    def _listed(self, batch: Sequence[ScheduledRequest], vocabulary: int, dtype: torch.dtype) -> _Changes:
+        rows = [(scheduled, number) for scheduled in batch for number in range(1 + len(scheduled.drafts))]
         counted: list[tuple[int, _Counted]] = []
         penalised: list[Penalised] = []
         drafts: list[tuple[int, int]] = []
-        for row, (step, number) in enumerate(rows):
-            sampling = step.request.sampling
+        for row, (scheduled, number) in enumerate(rows):
+            sampling = scheduled.request.sampling
             if not sampling.has_penalties:
                 continue
-            counts = self._up_to_date(step, vocabulary)
-            if not step.drafts:
+            counts = self._up_to_date(scheduled, vocabulary)
+            if not scheduled.drafts:
                 counted.append((row, counts))
-            drafts += [(len(penalised), draft) for draft in step.drafts[:number]]
+            drafts += [(len(penalised), draft) for draft in scheduled.drafts[:number]]
             one = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
             penalised.append((row, counts.row, one))
         copied = self._sent([count_row for _, count_row, _ in penalised]) if drafts else None
         if drafts:
             penalised = [(row, place, one) for place, (row, _, one) in enumerate(penalised)]
         return _Changes(
-            requests=[step.request for step, _ in rows],
-            is_free=[step.answer_length + n >= step.request.sampling.min_tokens for step, n in rows],
+            requests=[scheduled.request for scheduled, _ in rows],
+            is_free=[
+                scheduled.answer_length + n >= scheduled.request.sampling.min_tokens for scheduled, n in rows
+            ],
             counted=counted,
             drawn=self._columns([(row, counts.row) for row, counts in counted]) if counted else None,
             penalties=self._penalties(penalised, len(rows), dtype) if penalised else None,
@@ -146,9 +149,9 @@ class LogitsChanges:
         numbers = list(zip(*settings, strict=True))
         return self._sent(count_rows), tensor_on(self._counts.device, numbers, dtype)
 
-    def _up_to_date(self, step: RequestStep, vocabulary: int) -> _Counted:
+    def _up_to_date(self, scheduled: ScheduledRequest, vocabulary: int) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
-        request, known = step.request, step.answer_length
+        request, known = scheduled.request, scheduled.answer_length
         counted = self._counted.get(request)
         # A new request, or one of which a token that was drawn ahead was dropped, is counted from its start.
         if counted is None or counted.num_tokens > known:
@@ -179,11 +182,11 @@ class LogitsChanges:
     def _biases(self, rows: Sequence[Row], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """`logit_bias`, and -inf for what would end an answer before `min_tokens`."""
         listed: list[tuple[int, float]] = []
-        for row, (step, number) in enumerate(rows):
-            sampling = step.request.sampling
+        for row, (scheduled, number) in enumerate(rows):
+            sampling = scheduled.request.sampling
             first = row * width
             listed += [(first + token, bias) for token, bias in sampling.biases]
-            if step.answer_length + number < sampling.min_tokens:
+            if scheduled.answer_length + number < sampling.min_tokens:
                 listed += [(first + token, -math.inf) for token in sorted({*sampling.stops})]
         if not listed:
             return None

@@ -10,7 +10,7 @@ from ..contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..contexts.cache.paths import PrefixMatch
 from ..contexts.cache.prefix_cache import PrefixCache
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import Allocation, DynamicInferenceRequest, RequestStep
+from ..contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter
 
 _MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at
@@ -88,23 +88,23 @@ class Scheduler:
         seated = {request.request_id for request in self._context.requests}
         assert seated == running.keys(), "a request holds a row and does not run, or the reverse"
 
-    def schedule(self) -> list[RequestStep]:
-        """What each request does in the next step; empty only where there is no request."""
+    def schedule(self) -> list[ScheduledRequest]:
+        """The batch of the next step; empty only where there is no request."""
         self.admitted = {}
         while True:
             self.num_paused = 0
             running = sorted(self.running, key=lambda request: not _allocation(request).decoding)
-            steps = self._advance(running, self._config.max_tokens_per_step)
+            batch = self._advance(running, self._config.max_tokens_per_step)
             if not self.num_paused:
-                self._admit(steps)
-            if steps or not (self.running or self.waiting):
-                return self._with_drafts(steps, self._drafter) if self._drafter else steps
+                self._admit(batch)
+            if batch or not (self.running or self.waiting):
+                return self._with_drafts(batch, self._drafter) if self._drafter else batch
             if not self.running:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
 
-    def steps_ahead(self) -> list[RequestStep]:
-        """Steps to launch before the last tokens are read: all decodes that go on, then prefills; or none."""
+    def schedule_ahead(self) -> list[ScheduledRequest]:
+        """The batch to launch before the last tokens are read: decodes that go on, then prefills; or none."""
         if self._drafter or self._awaits_uncommitted():
             return []
         decodes, prefills = [], []
@@ -118,18 +118,18 @@ class Scheduler:
             elif request.next_token is None and len(request.tokens) + 1 < request.max_length:
                 decodes.append(request)
         self.num_paused = 0
-        steps = self._advance(decodes, self._config.max_tokens_per_step)
-        if len(steps) < len(decodes):
+        batch = self._advance(decodes, self._config.max_tokens_per_step)
+        if len(batch) < len(decodes):
             return []
-        steps += self._advance(prefills, self._config.max_tokens_per_step - len(steps))
+        batch += self._advance(prefills, self._config.max_tokens_per_step - len(batch))
         if not self.num_paused:
-            self._admit(steps)
-        return steps
+            self._admit(batch)
+        return batch
 
     def _awaits_uncommitted(self) -> bool:
         """Whether a waiting request may resume from a state that is findable once the last step is read."""
-        prefills = [step for step in self._context.uncommitted if not step.decoding]
-        keys = {step.key_at(position) for step in prefills for position in step.destinations}
+        prefills = [scheduled for scheduled in self._context.uncommitted if not scheduled.decoding]
+        keys = {scheduled.key_at(position) for scheduled in prefills for position in scheduled.destinations}
         if not keys or len(self._context.requests) >= self._config.max_requests:
             return False
         for request in islice(self.waiting.values(), _MAX_AWAITING):
@@ -138,35 +138,35 @@ class Scheduler:
                 return True
         return False
 
-    def _advance(self, requests: Iterable[DynamicInferenceRequest], budget: int) -> list[RequestStep]:
-        """Steps of running requests, as far as `budget` tokens and blocks go."""
-        steps: list[RequestStep] = []
+    def _advance(self, requests: Iterable[DynamicInferenceRequest], budget: int) -> list[ScheduledRequest]:
+        """Schedule running requests, as far as `budget` tokens and blocks go."""
+        batch: list[ScheduledRequest] = []
         for request in requests:
             if budget == 0:
                 break
             if not self._fits_budget(len(request.tokens) - _allocation(request).num_computed, budget):
                 continue
-            step = self._context.admission.schedule_step(request, budget)
-            if step is None:
+            scheduled = self._context.admission.schedule_request(request, budget)
+            if scheduled is None:
                 self.num_paused += 1
             else:
-                steps.append(step)
-                budget -= step.length
-        return steps
+                batch.append(scheduled)
+                budget -= scheduled.length
+        return batch
 
     def _fits_budget(self, num_missing: int, budget: int) -> bool:
         """Whether a prefill of `num_missing` tokens ends within `budget` tokens, or can be cut there."""
         return not self._replays or budget >= min(self._chunk_size, num_missing)
 
-    def _admit(self, steps: list[RequestStep]) -> None:
-        """Add steps of waiting requests, as far as tokens, rows and blocks go."""
-        budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
+    def _admit(self, batch: list[ScheduledRequest]) -> None:
+        """Add waiting requests to the batch, as far as tokens, rows and blocks go."""
+        budget = self._config.max_tokens_per_step - sum(scheduled.length for scheduled in batch)
         num_free_rows = self._config.max_requests - len(self._context.requests)
         if not self.waiting or budget <= 0 or num_free_rows <= 0:
             return
-        pending = PendingStates(self._context.prefix_cache, steps)
+        pending = PendingStates(self._context.prefix_cache, batch)
         num_awaiting = 0
-        new: list[RequestStep] = []
+        new: list[ScheduledRequest] = []
         # No request of this step takes the state that another one resumes from, as long as there are others.
         next_slots = self._context.admission.resume_slots([*islice(self.waiting.values(), num_free_rows)])
         for i, request in enumerate(self.waiting.values()):
@@ -179,22 +179,22 @@ class Scheduler:
                     break
                 continue
             others = islice((one for one in self.waiting.values() if one.allocation is None), MAX_COMPARED)
-            step = self._context.admission.schedule_step(request, budget, next_slots[i + 1 :], others)
-            if step is None:
+            scheduled = self._context.admission.schedule_request(request, budget, next_slots[i + 1 :], others)
+            if scheduled is None:
                 if self._fits_beside_pins(request, match):
                     break
                 continue
-            new.append(step)
-            pending.add(step)
-            budget -= step.length
+            new.append(scheduled)
+            pending.add(scheduled)
+            budget -= scheduled.length
             if budget <= 0 or len(new) == num_free_rows:
                 break
-        for step in new:
-            request = step.request
+        for scheduled in new:
+            request = scheduled.request
             self.admitted[request] = len(request.tokens)
             self.running.append(request)
             del self.waiting[request.request_id]
-        steps += new
+        batch += new
 
     def _num_blocks(self, request: DynamicInferenceRequest) -> int:
         num_tokens = len(request.tokens)
@@ -207,17 +207,17 @@ class Scheduler:
         # The first answer needs no look at the match, which takes long for a long one.
         return any(num_blocks <= pins.max_sequence_blocks(shared) for shared in ((), match.blocks))
 
-    def _with_drafts(self, steps: list[RequestStep], drafter: Drafter) -> list[RequestStep]:
-        budget = self._config.max_tokens_per_step - sum(step.length for step in steps)
+    def _with_drafts(self, batch: list[ScheduledRequest], drafter: Drafter) -> list[ScheduledRequest]:
+        budget = self._config.max_tokens_per_step - sum(scheduled.length for scheduled in batch)
         drafted = []
-        for step in steps:
-            max_drafts = min(budget, step.max_drafts(self._config.num_speculative_tokens))
+        for scheduled in batch:
+            max_drafts = min(budget, scheduled.max_drafts(self._config.num_speculative_tokens))
             if max_drafts > 0:
-                drafts = list(drafter.draft(step.request.token_view, max_drafts))[:max_drafts]
+                drafts = list(drafter.draft(scheduled.request.token_view, max_drafts))[:max_drafts]
                 drafts = integers("drafts", drafts, 0, self._context.spec.vocab_size - 1)
-                step = self._context.admission.draft(step, drafts)
-                budget -= len(step.drafts)
-            drafted.append(step)
+                scheduled = self._context.admission.draft(scheduled, drafts)
+                budget -= len(scheduled.drafts)
+            drafted.append(scheduled)
         return drafted
 
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
@@ -234,18 +234,18 @@ class PendingStates:
     A request whose prefix has one waits a step and resumes from it; one that waited in vain waits no more.
     """
 
-    def __init__(self, cache: PrefixCache, steps: Iterable[RequestStep]) -> None:
+    def __init__(self, cache: PrefixCache, batch: Iterable[ScheduledRequest]) -> None:
         self._cache = cache
         self._positions: dict[int, int] = {}  # hash -> the boundary that it ends
-        for step in steps:
-            self.add(step)
+        for scheduled in batch:
+            self.add(scheduled)
 
-    def add(self, step: RequestStep) -> None:
-        """Promise the states that `step` takes, while slots are left."""
-        for boundary in step.boundaries:
+    def add(self, scheduled: ScheduledRequest) -> None:
+        """Promise the states that `scheduled` takes, while slots are left."""
+        for boundary in scheduled.boundaries:
             if self._cache.slots.num_available <= len(self._positions):
                 return
-            key = step.key_at(boundary.position)
+            key = scheduled.key_at(boundary.position)
             if key not in self._positions and key not in self._cache.tree.state_block_of_key:
                 self._positions[key] = boundary.position
 

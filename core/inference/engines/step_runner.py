@@ -14,7 +14,7 @@ from ...devices import tensor_on
 from ...request import SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken, RequestStep
+from ..contexts.request import DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
@@ -49,25 +49,25 @@ class StepRunner:
 
     def make_step(
         self, model: Model, scheduler: Scheduler
-    ) -> tuple[Sequence[RequestStep], NewTokens, Sequence[int]]:
-        """Make the next step: what requests did in it, their tokens, and the requests with invalid logits."""
-        step, self.unread = self.unread, None
-        if step is None or all(one.request.result is not None for one in step.steps):
-            scheduled = scheduler.schedule()  # match, plan, hold KV blocks
-            if not scheduled:
+    ) -> tuple[Sequence[ScheduledRequest], NewTokens, Sequence[int]]:
+        """Make the next step: its requests, their new tokens, and ids of requests with invalid logits."""
+        sampled, self.unread = self.unread, None
+        if sampled is None or all(scheduled.request.result is not None for scheduled in sampled.batch):
+            batch = scheduler.schedule()  # match, plan, hold KV blocks
+            if not batch:
                 return (), {}, ()
-            step = self._launch(model, scheduled, None)
+            sampled = self._launch(model, batch, None)
         looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
-        if looks_ahead and (ahead := scheduler.steps_ahead()):
-            decoding = [one.request for one in ahead if one.is_ahead]
-            self.unread = self._launch(model, ahead, step.tokens_of(decoding) if decoding else None)
-        tokens = step.read_tokens()
+        if looks_ahead and (ahead := scheduler.schedule_ahead()):
+            decoding = [scheduled.request for scheduled in ahead if scheduled.is_ahead]
+            self.unread = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
+        tokens = sampled.read_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
-        self._context.commit_steps(step.steps, step.invalid)
+        self._context.commit_batch(sampled.batch, sampled.invalid)
         if self.graphs is not None:
             self.graphs.after_step(model)
-        return step.steps, tokens, step.invalid
+        return sampled.batch, tokens, sampled.invalid
 
     def clear(self) -> None:
         """Remove the step ahead and all counts of tokens: its requests are queued again, or have ended."""
@@ -78,12 +78,14 @@ class StepRunner:
         if self.graphs is not None:
             self.graphs.clear_graphs()
 
-    def _launch(self, model: Model, scheduled: Sequence[RequestStep], tokens: Tensor | None) -> "SampledStep":
+    def _launch(
+        self, model: Model, batch: Sequence[ScheduledRequest], tokens: Tensor | None
+    ) -> "SampledStep":
         """Launch a step. `tokens`: on the device, of its decodes that are ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
-        inputs = self._context.begin_step(scheduled, self.padded, tokens)  # reserve, build
-        sampled = SampledStep(self._context.steps, self.run_model(model, inputs), self.logits_changes)
+        inputs = self._context.begin_step(batch, self.padded, tokens)  # reserve, build
+        sampled = SampledStep(self._context.batch, self.run_model(model, inputs), self.logits_changes)
         # Register, commit, advance. Waits for drafts, and, unless steps follow unread ones, where blocks or
         # states become findable.
         self._context.end_step(sampled.num_accepted, sampled.is_valid, commits_later=self._looks_ahead)
@@ -112,40 +114,42 @@ class StepRunner:
 class SampledStep:
     """A step that runs on the device, and its new tokens there; perhaps they are not computed yet."""
 
-    def __init__(self, steps: Sequence[RequestStep], logits: Tensor, changes: LogitsChanges) -> None:
+    def __init__(self, batch: Sequence[ScheduledRequest], logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
-        self.steps = steps
+        self.batch = batch
         # Ids of requests without a token, known after `read_tokens`: the largest logit of a row that they
         # need is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
-        self._scored = [step for step in steps if step.scored_positions]
-        self._sampled = [step for step in steps if step.samples_token]
+        self._scored = [scheduled for scheduled in batch if scheduled.scored_positions]
+        self._sampled = [scheduled for scheduled in batch if scheduled.samples_token]
         self._drawn: Tensor | None = None
         self._tokens: NewTokens | None = None
         columns: dict[ColumnName, Tensor] = {}
         rows: list[int] = []
         stop = 0
-        for step in steps:
-            first, stop = stop, stop + len(step.logit_positions)
-            if not step.decoding and step.scored_positions:
-                own, request = logits[first : first + len(step.scored_positions)], step.request
-                targets = tensor_on(logits.device, request.target_tokens(step.scored_positions))
+        for scheduled in batch:
+            first, stop = stop, stop + len(scheduled.logit_positions)
+            if not scheduled.decoding and scheduled.scored_positions:
+                own, request = logits[first : first + len(scheduled.scored_positions)], scheduled.request
+                targets = tensor_on(logits.device, request.target_tokens(scheduled.scored_positions))
                 columns["log_probs", request.request_id] = log_probs_of(own, targets)
                 columns["largest", request.request_id] = own.amax(dim=-1)
-            if step.samples_token:
-                rows += range(stop - 1 - len(step.drafts), stop)
+            if scheduled.samples_token:
+                rows += range(stop - 1 - len(scheduled.drafts), stop)
         if self._sampled:
             columns |= self._draw(_rows_of(logits, rows), changes)
         self._results = Results(columns)
 
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
-        rows = [(step, number) for step in self._sampled for number in range(1 + len(step.drafts))]
-        params = [step.request.sampling for step, _ in rows]
-        positions = [step.answer_length + number for step, number in rows]
+        rows = [
+            (scheduled, number) for scheduled in self._sampled for number in range(1 + len(scheduled.drafts))
+        ]
+        params = [scheduled.request.sampling for scheduled, _ in rows]
+        positions = [scheduled.answer_length + number for scheduled, number in rows]
         are_changed = any(one.changes_logits for one in params)
         to_draw = changes.apply(self._sampled, logits) if are_changed else logits
-        drawn, largest = sample(to_draw, params, positions, [step.request.seed for step, _ in rows])
+        drawn, largest = sample(to_draw, params, positions, [scheduled.request.seed for scheduled, _ in rows])
         if are_changed:
             changes.count(drawn)
         self._drawn = drawn
@@ -161,20 +165,20 @@ class SampledStep:
     def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
         """The tokens of requests without drafts, [requests] int64 on the device. Does not synchronise."""
         assert self._drawn is not None, "a step without drafts draws a token for each of these"
-        rows = {step.request.request_id: row for row, step in enumerate(self._sampled)}
+        rows = {scheduled.request.request_id: row for row, scheduled in enumerate(self._sampled)}
         wanted = [rows[request.request_id] for request in requests]
         if wanted == list(range(len(self._drawn))):
             return self._drawn
         return self._drawn.index_select(0, tensor_on(self._drawn.device, wanted))
 
     def num_accepted(self, request_id: int) -> int:
-        """How many tokens of a valid request's step are right. Waits as `read_tokens` does."""
+        """How many scheduled tokens of a valid request are right. Waits as `read_tokens` does."""
         return len(self.read_tokens()[request_id])
 
     def is_valid(self, request_id: int) -> bool:
         """Whether a request has no invalid logits in this step."""
         if self._tokens is None and all(
-            step.request.request_id != request_id for step in (*self._scored, *self._sampled)
+            scheduled.request.request_id != request_id for scheduled in (*self._scored, *self._sampled)
         ):
             return True
         self.read_tokens()
@@ -187,7 +191,7 @@ class SampledStep:
         columns = self._results.read()
         invalid = {
             request.request_id
-            for request in (step.request for step in self._scored)
+            for request in (scheduled.request for scheduled in self._scored)
             if request.result is None and not all(map(math.isfinite, columns["largest", request.request_id]))
         }
         drawn, largest = self._drawn_tokens(columns), columns.get("largest", [])
@@ -195,13 +199,13 @@ class SampledStep:
         now_s = time.perf_counter()
         generated: NewTokens = {}
         stop = 0
-        for step in self._sampled:
-            request, first, stop = step.request, stop, stop + 1 + len(step.drafts)
-            if request.result is not None or len(request.tokens) != step.stop - len(step.drafts):
+        for scheduled in self._sampled:
+            request, first, stop = scheduled.request, stop, stop + 1 + len(scheduled.drafts)
+            if request.result is not None or len(request.tokens) != scheduled.stop - len(scheduled.drafts):
                 continue
             new = drawn[first:stop]
-            if step.drafts:  # rows after the first wrong draft mean nothing
-                right = accepted_tokens(step.drafts, [one.token for one in new], request.sampling.stops)
+            if scheduled.drafts:  # rows after the first wrong draft mean nothing
+                right = accepted_tokens(scheduled.drafts, [one.token for one in new], request.sampling.stops)
                 new = new[: len(right)]
             if not all_finite and not all(map(math.isfinite, largest[first : first + len(new)])):
                 invalid.add(request.request_id)
@@ -210,17 +214,21 @@ class SampledStep:
             generated[request.request_id] = tuple(new)
             tokens, log_probs, tops = zip(*new, strict=True)
             request.append(tokens, log_probs, now_s, tops)
-        for step in self._scored:
-            if step.request.request_id not in invalid and step.request.result is None:
-                own = columns["log_probs", step.request.request_id]
-                step.request.set_prompt_log_probs(step.scored_positions, own)
+        for scheduled in self._scored:
+            if scheduled.request.request_id not in invalid and scheduled.request.result is None:
+                own = columns["log_probs", scheduled.request.request_id]
+                scheduled.request.set_prompt_log_probs(scheduled.scored_positions, own)
         self.invalid = tuple(sorted(invalid))
         self._tokens = generated
         return generated
 
     def _drawn_tokens(self, columns: dict[ColumnName, list[float]]) -> list[GeneratedToken]:
         """What was drawn in each row, with what its request asks for."""
-        params = [step.request.sampling for step in self._sampled for _ in range(1 + len(step.drafts))]
+        params = [
+            scheduled.request.sampling
+            for scheduled in self._sampled
+            for _ in range(1 + len(scheduled.drafts))
+        ]
         width = max((one.num_top_log_probs for one in params), default=0)
         pairs = zip(map(int, columns.get("top_ids", ())), columns.get("top_log_probs", ()), strict=True)
         tops = batched(pairs, max(1, width))

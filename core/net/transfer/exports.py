@@ -35,7 +35,7 @@ class CacheAccess:
         instance("engine", engine, DynamicInferenceEngine)
         engine.ensure_allocated(call)
         context = engine.context
-        if context.steps:
+        if context.batch:
             raise RuntimeError(f"{call} is called during a step; end or abort it first")
         if not engine.config.enable_prefix_caching:
             raise ValueError("enable_prefix_caching is False; accepted: an engine that caches prefixes")

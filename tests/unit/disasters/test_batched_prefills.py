@@ -46,7 +46,7 @@ class Batch:
         return request
 
     def step(self, *work: tuple[Any, int]) -> list[Any]:
-        steps = [self.context.admission.schedule_step(request, budget) for request, budget in work]
+        steps = [self.context.admission.schedule_request(request, budget) for request, budget in work]
         inputs = self.context.begin_step(steps)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(hybrid_lm, "kernel_set", lambda device, dtype: self._kernels)

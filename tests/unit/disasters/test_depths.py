@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from oracle.budget import costly
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES, speculating
@@ -41,15 +41,15 @@ class Confused:
         self.num_confused = 0
         self._context.observers.append(self)
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
-        for step in steps:
-            if len(step.destinations) > 1 and not self.num_confused:
-                positions = sorted(step.destinations)
-                slots = [step.destinations[position] for position in positions]
-                step.destinations.update(zip(positions, slots[-1:] + slots[:-1], strict=True))
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: object) -> None:
+        for scheduled in batch:
+            if len(scheduled.destinations) > 1 and not self.num_confused:
+                positions = sorted(scheduled.destinations)
+                slots = [scheduled.destinations[position] for position in positions]
+                scheduled.destinations.update(zip(positions, slots[-1:] + slots[:-1], strict=True))
                 self.num_confused += 1
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Nothing is to be done."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from oracle.budget import thinned
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES
@@ -38,20 +38,20 @@ class UnwrittenIsNaN:
         self.num_reserved = 0
         self._context.observers.append(self)
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: object) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: object) -> None:
         cache, pool = self._context.prefix_cache, self._context.memory.durable_pool
-        for step in steps:
-            for position, slot in step.destinations.items():
-                assert step.key_at(position) not in cache.slots.tree.state_block_of_key
+        for scheduled in batch:
+            for position, slot in scheduled.destinations.items():
+                assert scheduled.key_at(position) not in cache.slots.tree.state_block_of_key
                 pool.memory[pool.durable_index(slot)] = 0xFF
                 self.num_reserved += 1
             computed = cache.kv_blocks.tree.block_of_key
-            whole = [step.key_at(end) for end in range(BLOCK, step.stop + 1, BLOCK)]
+            whole = [scheduled.key_at(end) for end in range(BLOCK, scheduled.stop + 1, BLOCK)]
             found = [cache.kv_blocks.tree.block_of_key[key] for key in whole if key in computed]
-            own = step.allocation.path.blocks[step.allocation.path.num_registered :]
+            own = scheduled.allocation.path.blocks[scheduled.allocation.path.num_registered :]
             assert not set(found) & set(own), "a block is found that this step is to write"
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Nothing is to be done."""
 
 

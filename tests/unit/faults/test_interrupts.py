@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[[Engine], object]] = {
 PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "queue": lambda engine: (engine.core.scheduler, "add"),
     "match": lambda engine: (engine.context.prefix_cache, "match"),
-    "admission": lambda engine: (engine.context.admission, "schedule_step"),
+    "admission": lambda engine: (engine.context.admission, "schedule_request"),
     "build": lambda engine: (engine.context, "begin_step"),
     "forward": lambda engine: (engine, "model"),
     "register": lambda engine: (engine.context.prefix_cache.tree, "register"),

@@ -109,7 +109,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "        self._steps = ()\n        self._uncommitted = []\n        self.admission.clear()\n",
+                "        self._batch = ()\n        self._uncommitted = []\n        self.admission.clear()\n",
                 "        self._uncommitted = []\n        self.admission.clear()\n",
             ),
         ),

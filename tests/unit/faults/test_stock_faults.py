@@ -65,7 +65,7 @@ def test_fault_04_a_state_that_left_since_it_was_matched_is_not_resumed_from() -
     request = make_request(prompt)
     match = context.admission.match(request)
     context.prefix_cache.slots.remove([match.blocks[4]])
-    chunk = context.admission.schedule_step(request, 64)
+    chunk = context.admission.schedule_request(request, 64)
     assert chunk is not None
     assert chunk.start == 0
     torch.testing.assert_close(run(context, chunk), expected, rtol=0, atol=1e-9)
@@ -102,7 +102,7 @@ def test_fault_07_after_a_reset_nothing_that_was_pending_is_done() -> None:
     context.begin_step([schedule(context, make_request(prompt))])  # a restore, and a reservation, under way
     context.reset()
     context.check_integrity()
-    assert context.steps == ()
+    assert context.batch == ()
     fresh = make_request(prompt)
     inputs = context.begin_step([schedule(context, fresh)])
     assert inputs.state_sources.tolist() == [-1]
@@ -238,7 +238,9 @@ def test_fault_13_an_admission_that_fails_leaves_no_reference_and_no_block_behin
     kv = context.prefix_cache.kv_blocks
     free, held = kv.total_avail, kv.num_held
     assert (
-        context.admission.schedule_step(make_request(finished.prompt_tokens + random_tokens(40, seed=3)), 64)
+        context.admission.schedule_request(
+            make_request(finished.prompt_tokens + random_tokens(40, seed=3)), 64
+        )
         is None
     )
     assert (kv.total_avail, kv.num_held) == (free, held)

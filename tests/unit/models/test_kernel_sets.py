@@ -171,7 +171,7 @@ class Scenario:
         return self.logits
 
     def _step(self, *work: tuple[object, int]) -> None:
-        chunks = [self.context.admission.schedule_step(request, budget) for request, budget in work]
+        chunks = [self.context.admission.schedule_request(request, budget) for request, budget in work]
         inputs = self.context.begin_step(chunks, self._padding)
         logits = self._forward(inputs)
         assert logits.shape[0] == len(inputs.logit_tokens)
@@ -336,7 +336,7 @@ class DraftedScenario(Scenario):
         self._steps += 1
         chunks = []
         for request, budget in work:
-            chunk = context.admission.schedule_step(request, budget)
+            chunk = context.admission.schedule_request(request, budget)
             wanted = [
                 (11 * len(request.tokens) + i) % 256
                 for i in range((self._steps + request.allocation.row) % 4)

@@ -10,7 +10,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.agreement import Agreement, DisagreementError
 from oracle.serving import random_tokens, run_checked, small_engine
@@ -263,16 +263,16 @@ def test_an_observer_is_called_at_each_step_and_fails_it_by_raising() -> None:
         def __init__(self) -> None:
             self.chunks: list[tuple[str, int, int]] = []
 
-        def step_begun(self, chunks: Sequence[RequestStep], inputs: StepInputs) -> None:
+        def step_begun(self, chunks: Sequence[ScheduledRequest], inputs: StepInputs) -> None:
             self.chunks += [("begun", chunk.start, chunk.stop) for chunk in chunks]
-            assert engine.context.steps == tuple(chunks)
+            assert engine.context.batch == tuple(chunks)
             assert inputs.shape.rows == len(chunks)
             if len(self.chunks) == 3:
                 raise LookupError("not this step")
 
-        def step_ended(self, chunks: Sequence[RequestStep]) -> None:
+        def step_ended(self, chunks: Sequence[ScheduledRequest]) -> None:
             self.chunks += [("ended", chunk.start, chunk.stop) for chunk in chunks]
-            assert not engine.context.steps
+            assert not engine.context.batch
 
     engine, observer = small_engine(), Observer()
     engine.context.observers.append(observer)

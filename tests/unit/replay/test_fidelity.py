@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.replay.engine_replay import EngineReplay
 from mambaslots.replay.setting import StepCost
 from mambaslots.replay.trace import Trace
@@ -42,17 +42,17 @@ class Reader:
     def state_spec(self) -> ms.HybridStateSpec:
         return SPEC
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
         self._next = [
-            self._texts[self.numbers[step.request.request_id]][position + 1]
-            for step in steps
-            for position in step.logit_positions
+            self._texts[self.numbers[scheduled.request.request_id]][position + 1]
+            for scheduled in batch
+            for position in scheduled.logit_positions
         ]
-        num_decodes = sum(step.decoding for step in steps)
-        num_prefill_tokens = sum(step.length for step in steps if not step.decoding)
+        num_decodes = sum(scheduled.decoding for scheduled in batch)
+        num_prefill_tokens = sum(scheduled.length for scheduled in batch if not scheduled.decoding)
         self.now_s += COST.seconds(num_prefill_tokens, num_decodes)
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None: ...
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None: ...
 
     def __call__(self, inputs: ms.StepInputs) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor(self._next, dtype=torch.long), VOCABULARY).double()

@@ -81,7 +81,7 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
     stats, order = context.cache_stats(), sorted(context.prefix_cache.kv_blocks.tree.block_of_key.items())
 
     sharing_and_too_long = make_request(finished.prompt_tokens + random_tokens(30, seed=3))
-    assert context.admission.schedule_step(sharing_and_too_long, 64) is None
+    assert context.admission.schedule_request(sharing_and_too_long, 64) is None
 
     assert context.cache_stats() == stats
     assert sorted(context.prefix_cache.kv_blocks.tree.block_of_key.items()) == order

@@ -238,5 +238,5 @@ def test_a_host_that_schedules_on_the_same_context_takes_no_row_from_under_the_e
         engine.add_request(random_tokens(9, seed), SHORT)
         other.add_request(random_tokens(9, seed + 2), SHORT)
     (request, _) = other.core.scheduler.waiting.values()
-    assert engine.context.admission.schedule_step(request, 64) is not None
+    assert engine.context.admission.schedule_request(request, 64) is not None
     assert len(engine.step().admitted) == 1

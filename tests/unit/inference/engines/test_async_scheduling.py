@@ -9,7 +9,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.value_eviction import ValueEviction
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from oracle.budget import thinned
 from oracle.serving import (
     assert_answers,
@@ -33,12 +33,12 @@ class Launches:
         self.steps: list[tuple[bool, int]] = []
         engine.context.observers.append(self)
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
-        kinds = {step.is_ahead for step in steps if step.decoding}
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
+        kinds = {scheduled.is_ahead for scheduled in batch if scheduled.decoding}
         assert len(kinds) <= 1
-        self.steps.append((True in kinds, sum(len(step.request.tokens) for step in steps)))
+        self.steps.append((True in kinds, sum(len(scheduled.request.tokens) for scheduled in batch)))
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Nothing is to be done."""
 
 

@@ -7,7 +7,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from oracle.budget import costly
 from oracle.drafters import MixedDrafter
 from oracle.model_kinds import kind_of_model, kinds
@@ -24,48 +24,48 @@ class GridWatch:
         self._pool = engine.context.memory.state_pool
         engine.context.observers.append(self)
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
         replay, chunk = inputs.replay, self._chunk
         assert replay is not None
-        for row, step in enumerate(steps):
-            assert replay.starts[row] == step.start
-            assert replay.input_rows[row] == step.allocation.row
+        for row, scheduled in enumerate(batch):
+            assert replay.starts[row] == scheduled.start
+            assert replay.input_rows[row] == scheduled.allocation.row
             completed = int(replay.destinations[row])
-            if step.decoding:
-                first = step.start // chunk * chunk
-                assert step.stop <= first + chunk, "a decode goes beyond its chunk"
-                assert not step.drafts or step.stop < first + chunk, "a draft completes a chunk"
-                assert (completed >= 0) == (step.stop == first + chunk)
+            if scheduled.decoding:
+                first = scheduled.start // chunk * chunk
+                assert scheduled.stop <= first + chunk, "a decode goes beyond its chunk"
+                assert not scheduled.drafts or scheduled.stop < first + chunk, "a draft completes a chunk"
+                assert (completed >= 0) == (scheduled.stop == first + chunk)
             else:
                 assert completed == -1
-                assert step.start % chunk == 0, "a prefill starts beside the grid"
-                is_cut = step.stop < len(step.request.tokens)
-                assert not is_cut or step.stop % chunk == 0, "a prefill is cut beside the grid"
-                self._check_prefill(step, row - inputs.num_decodes, inputs)
+                assert scheduled.start % chunk == 0, "a prefill starts beside the grid"
+                is_cut = scheduled.stop < len(scheduled.request.tokens)
+                assert not is_cut or scheduled.stop % chunk == 0, "a prefill is cut beside the grid"
+                self._check_prefill(scheduled, row - inputs.num_decodes, inputs)
 
-    def _check_prefill(self, step: RequestStep, row: int, inputs: ms.StepInputs) -> None:
+    def _check_prefill(self, scheduled: ScheduledRequest, row: int, inputs: ms.StepInputs) -> None:
         replay, chunks, chunk = inputs.replay, inputs.chunks, self._chunk
         assert replay is not None
-        last = step.stop // chunk * chunk
+        last = scheduled.stop // chunk * chunk
         begin, end = chunks.query_start_loc[row : row + 2].tolist()
-        assert replay.tail_starts[row] == begin + last - step.start
+        assert replay.tail_starts[row] == begin + last - scheduled.start
         ends = chunks.cu_chunk_seqlens[1:].tolist()
         written = {
-            step.start + stop - begin: index
+            scheduled.start + stop - begin: index
             for stop, index in zip(ends, chunks.destinations.tolist(), strict=True)
             if begin < stop <= end and index >= 0
         }
         final = int(inputs.prefill_destinations[row])
-        if step.stop == last:
+        if scheduled.stop == last:
             assert final >= 0
         else:
             assert final == -1
-            assert last == step.start or last in written, "the state of the last grid point is lost"
+            assert last == scheduled.start or last in written, "the state of the last grid point is lost"
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
-        for step in steps:
-            allocation = step.allocation
-            if step.request.allocation is allocation and allocation.num_computed < self._chunk:
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
+        for scheduled in batch:
+            allocation = scheduled.allocation
+            if scheduled.request.allocation is allocation and allocation.num_computed < self._chunk:
                 assert allocation.state_index == -1
 
 

@@ -47,7 +47,7 @@ class TestBits:
             request.chain = type(request.chain)(BLOCK)
         steps = [[(one, 70)], [(one, 192), (two, 20)], [(one, 1), (two, 192)], *[[(one, 1), (two, 1)]] * 3]
         for work in steps:
-            chunks = [context.admission.schedule_step(request, budget) for request, budget in work]
+            chunks = [context.admission.schedule_request(request, budget) for request, budget in work]
             with torch.inference_mode():
                 self._both_ways(
                     model, context, context.begin_step(chunks, lambda s: buckets.smallest(s) or s)
@@ -82,7 +82,7 @@ class TestBits:
         request = make_request(random_tokens(40, 1))
         request.chain = type(request.chain)(BLOCK)
         inputs = context.begin_step(
-            [context.admission.schedule_step(request, 192)], GraphBuckets.of(context).smallest
+            [context.admission.schedule_request(request, 192)], GraphBuckets.of(context).smallest
         )
         for indices in (inputs.state_sources, inputs.state_destinations, inputs.chunks.destinations,
                         inputs.checkpoints.destinations, inputs.kv_write_positions):  # fmt: skip

@@ -157,7 +157,7 @@ def test_a_reset_while_requests_run_keeps_their_states() -> None:
     request_id = engine.add_request([*prompt, 3], params(6))
     context = engine.context
     request = engine.core.requests[request_id]
-    step = context.admission.schedule_step(request, 64)
+    step = context.admission.schedule_request(request, 64)
     assert step is not None
     assert step.num_resumed == 24
     assert request.allocation is not None

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.input_pages import InputPages, input_bytes, input_shapes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
 from oracle.budget import dear
@@ -65,24 +65,24 @@ class PageWatch:
         self.most = self.num_released = 0
         engine.context.observers.append(self)
 
-    def step_begun(self, steps: Sequence[RequestStep], inputs: ms.StepInputs) -> None:
+    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
         assert inputs.replay is not None
         owned = [page for request in self._context.requests for page in request.allocation.pages]
         blocks = [block for request in self._context.requests for block in request.allocation.path.blocks]
         assert len(set(owned)) == len(owned)
         assert set(owned).isdisjoint(blocks)
         self.most = max(self.most, len(owned))
-        for row, step in enumerate(steps):
-            count = (step.stop - 1) % CHUNK + 1 if step.decoding else step.stop % CHUNK
+        for row, scheduled in enumerate(batch):
+            count = (scheduled.stop - 1) % CHUNK + 1 if scheduled.decoding else scheduled.stop % CHUNK
             needed = self.pages.num_pages_for(count)
-            assert inputs.replay.pages[row, :needed].tolist() == step.allocation.pages[:needed]
+            assert inputs.replay.pages[row, :needed].tolist() == scheduled.allocation.pages[:needed]
             most = count + 1 + self._num_drafts  # of a step ahead, or of drafts that were rejected
-            assert needed <= len(step.allocation.pages) <= self.pages.num_pages_for(min(CHUNK, most))
+            assert needed <= len(scheduled.allocation.pages) <= self.pages.num_pages_for(min(CHUNK, most))
 
-    def step_ended(self, steps: Sequence[RequestStep]) -> None:
-        for step in steps:
-            if step.decoding and step.stop % CHUNK == 0:
-                assert not step.allocation.pages, "pages outlive the grid point"
+    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
+        for scheduled in batch:
+            if scheduled.decoding and scheduled.stop % CHUNK == 0:
+                assert not scheduled.allocation.pages, "pages outlive the grid point"
                 self.num_released += 1
 
 

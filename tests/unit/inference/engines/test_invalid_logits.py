@@ -30,7 +30,7 @@ def spoiling(engine: ms.DynamicInferenceEngine, spoil: Spoil, request_id: int, s
     def spoilt(inputs: ms.StepInputs) -> torch.Tensor:
         nonlocal num_steps
         logits, row = model(inputs).clone(), 0
-        for request_step in engine.context.steps:
+        for request_step in engine.context.batch:
             rows = range(row, row + len(request_step.logit_positions))
             row = rows.stop
             if request_step.request.request_id == request_id and rows:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, RequestStep
+from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.logits_changes import LogitsChanges
 from mambaslots.inference.engines.step_runner import SampledStep, accepted_tokens
@@ -43,13 +43,15 @@ def request(number: int, prompt: Sequence[int] = (1, 2, 3), **settings: Any) -> 
     )
 
 
-def step(of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, ...] = ()) -> RequestStep:
+def step(
+    of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, ...] = ()
+) -> ScheduledRequest:
     nothing: Any = SimpleNamespace(path=None)
-    return RequestStep.of(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
+    return ScheduledRequest.of(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
 
 
-def sample_step(steps: Sequence[RequestStep], logits: torch.Tensor) -> SampledStep:
-    return SampledStep(steps, logits, LogitsChanges(logits.device))
+def sample_step(batch: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledStep:
+    return SampledStep(batch, logits, LogitsChanges(logits.device))
 
 
 def fields(of: DynamicInferenceRequest) -> tuple[Any, ...]:

@@ -306,7 +306,7 @@ def test_invalid_logits_end_the_score_of_one_sequence() -> None:
 
     def spoilt(inputs: ms.StepInputs) -> torch.Tensor:
         logits, first = model(inputs).clone(), 0
-        for step in engine.context.steps:
+        for step in engine.context.batch:
             if step.request.prompt_tokens == SEQUENCES[2][:-1]:
                 logits[first + len(step.logit_positions) - 1, 3] = float("nan")
             first += len(step.logit_positions)

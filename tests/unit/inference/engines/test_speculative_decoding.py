@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request import RequestStep
+from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
@@ -448,9 +448,9 @@ class TestOthers:
         model = engine.model
 
         def watching(inputs: ms.StepInputs) -> torch.Tensor:
-            real = sum(chunk.length for chunk in engine.context.steps)
+            real = sum(chunk.length for chunk in engine.context.batch)
             assert real <= 8
-            drafted.append([len(chunk.drafts) for chunk in engine.context.steps])
+            drafted.append([len(chunk.drafts) for chunk in engine.context.batch])
             return model(inputs)
 
         watching.state_spec = model.state_spec
@@ -471,12 +471,12 @@ TIGHT = {"num_kv_blocks": 12, "max_requests": 4, "max_tokens_per_step": 24}
 
 @pytest.mark.usefixtures("kind")
 class TestContext:
-    def started(self) -> tuple[ms.DynamicInferenceEngine, RequestStep]:
+    def started(self) -> tuple[ms.DynamicInferenceEngine, ScheduledRequest]:
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1), ms.SamplingParams(max_tokens=6))
         engine.step()
         (request,) = engine.context.requests
-        chunk = engine.context.admission.schedule_step(request, 8)
+        chunk = engine.context.admission.schedule_request(request, 8)
         assert chunk is not None
         return engine, chunk
 
@@ -494,7 +494,7 @@ class TestContext:
         engine = speculating(lambda: Noted(), most=3)
         engine.add_request(random_tokens(9, seed=1))
         (request,) = engine.core.scheduler.waiting.values()
-        chunk = engine.context.admission.schedule_step(request, 64)
+        chunk = engine.context.admission.schedule_request(request, 64)
         assert chunk.max_drafts(3) == 0
 
 
