@@ -1,7 +1,7 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
@@ -21,7 +21,7 @@ from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from ..kernels.kernel_set import kernel_set
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
 from .drafter import Drafter
-from .engine_core import EngineCore
+from .engine_core import CoreCall, EngineCore
 from .engine_observer import EngineObserver, StepReport
 from .model_protocol import Model
 from .streams import RequestSource, TokenStream
@@ -135,7 +135,7 @@ class DynamicInferenceEngine:
 
     def _add(self, request: DynamicInferenceRequest) -> None:
         try:
-            self._apply(self.core.add, request)
+            self._apply("add", request)
         except BaseException:
             self.core.to_cancel.append((request.request_id, "cancelled"))  # no caller will know the id
             raise
@@ -154,7 +154,7 @@ class DynamicInferenceEngine:
         one_of("reason", reason, get_args(EarlyEnd))
         self.ensure_usable("cancel")
         self._request(request_id)
-        result = self._apply(self.core.end, request_id, reason)
+        result: RequestResult = self._apply("end", request_id, reason)
         self.core.unclaimed.pop(request_id, None)
         self.core.notify_ended()
         return result
@@ -204,7 +204,7 @@ class DynamicInferenceEngine:
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step, then cancel the requests that are queued for it. Arguments as of `EngineCore.step`."""
         self.ensure_allocated("step")
-        self._apply(self.core.step, self.model, reports, claims_results)
+        self._apply("step", self.model, reports, claims_results)
         self._cancel_queued()
 
     def _break_on_interrupt(self, error: BaseException) -> None:
@@ -214,9 +214,9 @@ class DynamicInferenceEngine:
 
     # ---- calls that change the engine
 
-    def _apply[T](self, call: Callable[..., T], *arguments: Any) -> T:
+    def _apply(self, call: CoreCall, *arguments: Any) -> Any:
         """Call a method of `core`, by which alone the engine changes; `LeadingEngine` does on all ranks."""
-        return call(*arguments)
+        return getattr(self.core, call)(*arguments)
 
     @property
     def _may_cancel(self) -> bool:
@@ -228,7 +228,7 @@ class DynamicInferenceEngine:
         while core.to_cancel and self._may_cancel:
             request_id, reason = core.to_cancel[0]
             if request_id in core.requests:
-                self._apply(self.core.end, request_id, reason)
+                self._apply("end", request_id, reason)
             core.unclaimed.pop(request_id, None)
             core.to_cancel.popleft()
         core.notify_ended()
@@ -349,7 +349,7 @@ class DynamicInferenceEngine:
         try:
             for request in requests:
                 self.factory.assign_id(request, is_users=is_users, owned=True)
-                self._apply(self.core.add, request)
+                self._apply("add", request)
             with ProgressBar(total=len(requests), unit="request") if progress else nullcontext() as bar:
                 for request in requests:
                     while request.result is None:
@@ -433,7 +433,8 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
             )
-        return self._apply(self.core.pin, chain)
+        pinned: PinnedPrefix = self._apply("pin", chain)
+        return pinned
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
@@ -448,12 +449,12 @@ class DynamicInferenceEngine:
         if index is None:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
-            self._apply(self.core.unpin, index)
+            self._apply("unpin", index)
 
     def reset_prefix_cache(self) -> None:
         """Remove every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.ensure_usable("reset_prefix_cache")
-        self._apply(self.core.reset_prefix_cache)
+        self._apply("reset_prefix_cache")
 
     @property
     def weights_version(self) -> object:
@@ -475,7 +476,7 @@ class DynamicInferenceEngine:
                 f"version is {shown(version)}; accepted: what compares with the version before as a whole"
             ) from error
         if changed:
-            self._apply(self.core.set_weights_version, version)
+            self._apply("set_weights_version", version)
 
     # ---- the whole
 
@@ -548,18 +549,18 @@ class DynamicInferenceEngine:
         """Free all pools until `resume`: the cache is cleared, running requests wait, `step` raises."""
         self.ensure_usable("suspend")
         if self.context.memory.allocated:
-            self._apply(self.core.suspend)
+            self._apply("suspend")
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.ensure_usable("resume")
-        self._apply(self.core.resume)
+        self._apply("resume")
 
     def reset(self) -> None:
         """Clear the cache and all counts, end all requests with "reset", and repair a broken engine."""
         if self.core.stepping:
             self.ensure_usable("reset")
-        self._apply(self.core.reset, self.core.weights_version, self.context.memory.allocated)
+        self._apply("reset", self.core.weights_version, self.context.memory.allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
             users, other = self.factory.next_ids
             self.factory.next_ids = ((users >> 32) + 1) << 32, other

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import eq
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -41,6 +41,12 @@ FAILED_ON_SPLIT_MODEL = (
 )
 _DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NOT_DEFERRED = (signal.SIG_IGN, None)  # ignored, or handled by another language
+
+CoreCall = Literal[
+    "add", "end", "step", "pin", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume",
+    "reset",
+]  # fmt: skip
+"""The methods of `EngineCore` that change an engine; all ranks of a split model call them."""
 
 
 @contextmanager
@@ -153,6 +159,15 @@ class EngineCore:
             logger.exception("the repair after a failed call failed")
             raise RuntimeError(UNRECOVERABLE) from error
 
+    @contextmanager
+    def cancels_dropped(self) -> Iterator[None]:
+        """Inside, no request is cancelled here: this rank follows another one, which alone ends requests."""
+        to_cancel, self.to_cancel = self.to_cancel, deque(maxlen=0)
+        try:
+            yield
+        finally:
+            self.to_cancel = to_cancel
+
     # ---- what calls are possible
 
     def ensure_usable(self, call: str) -> None:
@@ -175,7 +190,7 @@ class EngineCore:
         if self.is_split and not (isinstance(error, KVBlockCapacityError) and error.request_id is not None):
             self.broken_by = error
 
-    # ---- the calls that change an engine; all ranks of a split model make them
+    # ---- the calls of `CoreCall`
 
     def add(self, request: DynamicInferenceRequest) -> None:
         """Queue a new request."""

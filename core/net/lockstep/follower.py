@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -43,27 +43,22 @@ def follow(engine: DynamicInferenceEngine) -> None:
         )
     if requests := engine.core.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
-    link = _meet_leader(engine)
-    to_cancel, engine.core.to_cancel = engine.core.to_cancel, deque(maxlen=0)  # rank 0 alone ends requests
-    calls = _Calls(link, groups)
-    try:
-        while not isinstance(call := calls.next(), Close):
-            if isinstance(call, Lost):
-                raise RankDiedError(call.reasons)
-            calls.answer(_outcome_of(call, engine))
-        engine.core.step_runner.clear_graphs()
-    except PeerLostError as error:
-        raise RankDiedError({0: f"died, or left: {error}"}) from error
-    except RankDiedError:
-        raise
-    except BaseException as error:
-        with suppress(PeerLostError):
-            calls.answer(Failure(f"ended with {shown(error)[:500]}"))
-            calls.await_lost()
-        raise
-    finally:
-        calls.close()
-        engine.core.to_cancel = to_cancel
+    with closing(_Calls(_meet_leader(engine), groups)) as calls, engine.core.cancels_dropped():
+        try:
+            while not isinstance(call := calls.next(), Close):
+                if isinstance(call, Lost):
+                    raise RankDiedError(call.reasons)
+                calls.answer(_outcome_of(call, engine))
+            engine.core.step_runner.clear_graphs()
+        except PeerLostError as error:
+            raise RankDiedError({0: f"died, or left: {error}"}) from error
+        except RankDiedError:
+            raise
+        except BaseException as error:
+            with suppress(PeerLostError):
+                calls.answer(Failure(f"ended with {shown(error)[:500]}"))
+                calls.await_lost()
+            raise
 
 
 def _meet_leader(engine: DynamicInferenceEngine) -> Link:

@@ -16,7 +16,7 @@ from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...inference.engines.engine_core import signals_deferred
+from ...inference.engines.engine_core import CoreCall, signals_deferred
 from ...inference.engines.engine_thread import thread_over
 from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
@@ -124,7 +124,7 @@ class LeadingEngine(DynamicInferenceEngine):
         ended = self._closed.is_set() or (self._followers is not None and self._followers.lost)
         return self._followers is None or not (inside or ended)
 
-    def _apply(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _apply(self, call: CoreCall, *arguments: Any) -> Any:
         """Make a call on all ranks.
 
         Before a step, in which ranks wait for each other, all followers have made the calls before; where one
@@ -133,24 +133,23 @@ class LeadingEngine(DynamicInferenceEngine):
         make = partial(super()._apply, call, *arguments)
         if self._followers is None or self._runs_on_all:
             return make()
-        name = call.__name__
-        message = message_of(name, arguments)
+        message = message_of(call, arguments)
         self._caller = threading.current_thread()
         if self._calling == threading.get_ident():
-            if name != "add":
-                raise RuntimeError(f"{name} is called from inside a step; call it between steps")
+            if call != "add":
+                raise RuntimeError(f"{call} is called from inside a step; call it between steps")
             self._late.append((message, make))
             return None
         with signals_deferred(), self._lock:
             try:
-                if name == "reset":
+                if call == "reset":
                     self._check_open()
                     self._differences()
                     self._followers.any_broken = False
-                elif name == "step":
+                elif call == "step":
                     self._await_followers()
                 value = self._lead(message, make)
-                if name == "reset":
+                if call == "reset":
                     self._await_followers()
                 return value
             finally:

@@ -13,6 +13,7 @@ from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.engines.engine_core import CoreCall
 from ...request import SamplingParams
 from ...validation import shown
 
@@ -143,7 +144,7 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
             with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
                 resolve(self.function)(engine, *self.arguments)
         finally:
-            for ended in (core.to_cancel, core.unclaimed, core.reports):  # rank 0 has its own
+            for ended in (core.unclaimed, core.reports):  # rank 0 has its own
                 ended.clear()
 
 
@@ -194,17 +195,17 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     reason: str
 
 
-def message_of(name: str, arguments: tuple[Any, ...]) -> _Call:
+def message_of(call: CoreCall, arguments: tuple[Any, ...]) -> _Call:
     """The message for a call of `DynamicInferenceEngine._apply`; ValueError for what is no plain value."""
-    if name == "step":
+    if call == "step":
         return Step()
-    if name == "pin":
+    if call == "pin":
         return Pin(arguments[0].root, arguments[0].tokens)
-    if name == "add":
+    if call == "add":
         return Add.of(arguments[0])
-    if name == "set_weights_version":
+    if call == "set_weights_version":
         check_plain("version", arguments)
-    return CallMethod(name, list(arguments))  # type: ignore[arg-type]
+    return CallMethod(call, list(arguments))
 
 
 def check_plain(name: str, values: tuple[Any, ...]) -> None:
