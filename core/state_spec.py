@@ -94,7 +94,7 @@ class StateTensor:
         check_fields(self, one_of, coarsest=(get_args(Coarsest),))
         set_field(self, "shape", tuple(integers("shape", self.shape, 1, INT32_MAX)))
         if not isinstance(self.inputs, Sequence) or not all(
-            isinstance(one, InputTensor) for one in self.inputs
+            isinstance(item, InputTensor) for item in self.inputs
         ):
             raise ValueError(f"inputs is {shown(self.inputs)}; accepted: InputTensors")
         set_field(self, "inputs", tuple(self.inputs))
@@ -317,7 +317,7 @@ def mamba2_states(
     inputs = (
         InputTensor("ssm_x", (heads.count, head_dim), conv_dtype, "page"),
         InputTensor("ssm_B", (groups.count, state_dim), conv_dtype, "page"),
-        InputTensor("ssm_gates", (2, heads.count), _gate_dtype(conv_dtype), "by_head"),
+        InputTensor("ssm_dt", (2, heads.count), _compute_dtype(conv_dtype), "by_head"),
     )
     inner = head_dim, state_dim
     return window, _matrix("ssm", layers, heads, inner, ssm_dtype, grid, inputs, 1)
@@ -342,7 +342,7 @@ def gated_delta_net_states(
     keys = StateSegment(key_heads, key_dim)
     channels = keys, keys, StateSegment(value_heads, value_dim)
     window = _window("gdn_conv", layers, channels, conv_kernel, conv_dtype)
-    gates = _gate_dtype(conv_dtype)
+    gates = _compute_dtype(conv_dtype)
     inputs = [
         InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype, "page"),
         InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype, "page"),
@@ -393,7 +393,7 @@ def _matrix(
     return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs, "int8", scale_axis)
 
 
-def _gate_dtype(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -147,18 +147,18 @@ def tail_keepers() -> list[Specialisation]:
 
 
 def ssd_keepers() -> list[Specialisation]:
-    """The gates that a prefill leaves, of 128 tokens at most."""
+    """The dt and its sums that a prefill leaves, of 128 tokens at most."""
     indices = {"input_rows": "*i64", "tail_starts": "*i64", "query_start_loc": "*i32"}
-    gate_pointers = dict.fromkeys(("dt", "A", "gates"), "*fp32")
-    gate_strides = ("dt_token_stride", "gate_row_stride")
+    dt_pointers = dict.fromkeys(("dt", "A", "dt_inputs"), "*fp32")
+    dt_strides = ("dt_token_stride", "dt_input_stride")
     return [
         Specialisation(
-            name="keep_ssd_inputs, gates",
-            kernel=ssd_replay.keep_gates_kernel,
-            signature=gate_pointers | indices | dict.fromkeys(gate_strides, "i64"),
+            name="keep_ssd_inputs, dt",
+            kernel=ssd_replay.keep_dt_kernel,
+            signature=dt_pointers | indices | dict.fromkeys(dt_strides, "i64"),
             constexprs={"dt_head_stride": 1, "a_stride": 1, "HEADS": HEADS, "CHUNK_SIZE": 128}
             | {"BLOCK_H": ssd_stages.heads_of_a_warp(HEADS)},
-            divisible_by_16=(*gate_pointers, *gate_strides),
+            divisible_by_16=(*dt_pointers, *dt_strides),
             num_warps=ssd_stages.SUM_WARPS,
         )
     ]
@@ -168,7 +168,7 @@ def ssd_replays() -> list[Specialisation]:
     """Decodes of one token, and of four, where x, B and C are views of one tensor."""
     strides = tuple(f"{name}_{axis}_stride" for name in "xBC" for axis in ("row", "token"))
     strides += ("x_head_stride", "B_group_stride", "C_group_stride", "dt_row_stride", "dt_token_stride")
-    strides += ("state_slot_stride", "x_page_stride", "B_page_stride", "gate_row_stride")
+    strides += ("state_slot_stride", "x_page_stride", "B_page_stride", "dt_input_stride")
     indices = dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"pages": "*i32"}
     indices |= dict.fromkeys(("starts", "lengths"), "*i32")
     found = []
@@ -182,7 +182,7 @@ def ssd_replays() -> list[Specialisation]:
         dimensions = {"head_dim": HEAD_DIM, "state_dim": STATE_DIM, "chunk_size": chunk_size}
         blocks, options = ssd_replay.block_sizes(tokens, **dimensions, operands=TORCH[operands])
         pointers = dict.fromkeys(("x", "B", "C", "x_inputs", "B_inputs", "y"), f"*{inputs}")
-        pointers |= dict.fromkeys(("dt", "A", "D", "ssm_states", "gates"), "*fp32")
+        pointers |= dict.fromkeys(("dt", "A", "D", "ssm_states", "dt_inputs"), "*fp32")
         found.append(
             Specialisation(
                 name=f"ssd_replay {inputs} by {operands} chunk {chunk_size} rows {rows} T={tokens}",

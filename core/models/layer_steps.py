@@ -56,7 +56,7 @@ def scan_ssd(
 ) -> Tensor:  # fmt: skip
     """Mamba-2's recurrence, `KernelSet.ssd_chunk_scan` of x [T, H, P]; writes its states."""
     states, replay = inputs.state_pool["ssm"][layer], inputs.replay
-    kept = _kept(replay, layer, x_inputs="ssm_x", B_inputs="ssm_B", gates="ssm_gates")
+    kept = _kept(replay, layer, x_inputs="ssm_x", B_inputs="ssm_B", dt_inputs="ssm_dt")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if inputs.num_decodes:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _decodes(inputs, x, dt, B, C, out)

@@ -33,16 +33,16 @@ MIN_PROGRAMS = 1024
 
 def ssd_replay(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, input_rows: Tensor, starts: Tensor, lengths: Tensor,
-    sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
-    pages: Tensor | None = None,
+    x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor, input_rows: Tensor, starts: Tensor,
+    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
+    *, out: Tensor | None = None, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `reference.ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
     x_inputs and B_inputs have the dtype of x. A ValueError where a last stride of x, B or C is not 1.
     """
     check_last_stride(x=x, B=B, C=C)
-    check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
+    check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, dt_inputs=dt_inputs)
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
@@ -50,10 +50,10 @@ def ssd_replay(
     head_block = heads_of_a_program(rows, heads, heads // groups)
     y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
-        x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
+        x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, dt_inputs, y,
         input_rows, page_table(pages, input_rows), starts, lengths, sources, destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
-        ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), gates.stride(0),
+        ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), dt_inputs.stride(0),
         tokens, heads, groups, head_dim, state_dim, chunk_size, x_inputs.shape[1],
         operands == torch.float32, head_block,
         **blocks, **options,
@@ -109,13 +109,13 @@ def with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_strid
 
 
 @triton.jit
-def gates_of(
-    gates, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr,
+def steps_of(
+    dt_inputs, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr,
     log_offset: tl.constexpr,
 ):  # fmt: skip
     """The steps and sums of tokens k, finite after the tokens. `before` is the sum of the kept tokens."""
-    step = tl.load(gates + k, mask=k < offset, other=0.0)
-    total = tl.load(gates + log_offset + k, mask=k < offset, other=0.0)
+    step = tl.load(dt_inputs + k, mask=k < offset, other=0.0)
+    total = tl.load(dt_inputs + log_offset + k, mask=k < offset, other=0.0)
     last = before
     if tokens <= 8:
         for t in tl.static_range(0, tokens):
@@ -145,11 +145,13 @@ def scores_of(
 @triton.jit
 def add_inputs(
     acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
-    gates, dt, offset, length, rate, before, x_token_stride,
+    dt_inputs, dt, offset, length, rate, before, x_token_stride,
     dt_token_stride, tokens: tl.constexpr, log_offset: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """acc + the masked scores times x[k], over tokens k; x_kept and x_new point at the channels of x."""
-    step, decay = gates_of(gates, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset)
+    step, decay = steps_of(
+        dt_inputs, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
+    )
     scores = masked_scores(scores, decay_m, decay, step, m, k)
     kept = x_kept[None, :] + x_places[:, None]
     new = x_new[None, :] + ((k - offset) * x_token_stride)[:, None]
@@ -160,7 +162,7 @@ def add_inputs(
 @triton.jit
 def ssd_replay_kernel(
     # Pointers
-    x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, gates, y,
+    x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, dt_inputs, y,
     input_rows, pages, starts, lengths, sources, destinations,
     # Strides
     x_row_stride: tl.int64, x_token_stride: tl.int64, x_head_stride: tl.int64,
@@ -168,7 +170,7 @@ def ssd_replay_kernel(
     B_row_stride: tl.int64, B_token_stride: tl.int64, B_group_stride: tl.int64,
     C_row_stride: tl.int64, C_token_stride: tl.int64, C_group_stride: tl.int64,
     A_stride, D_stride,
-    state_slot_stride: tl.int64, x_page_stride: tl.int64, B_page_stride: tl.int64, gate_row_stride: tl.int64,
+    state_slot_stride: tl.int64, x_page_stride: tl.int64, B_page_stride: tl.int64, dt_input_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
     head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, page_tokens: tl.constexpr,
@@ -204,9 +206,9 @@ def ssd_replay_kernel(
     C += row * C_row_stride + group * C_group_stride
     pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
     B_inputs += group * state_dim
-    gates += input_row * gate_row_stride
+    dt_inputs += input_row * dt_input_stride
     y += row * (tokens * heads * head_dim)
-    before_at = gates + log_offset + offset - 1
+    before_at = dt_inputs + log_offset + offset - 1
 
     p = first_p + tl.arange(0, BLOCK_P)
     is_channel = p < head_dim
@@ -232,9 +234,9 @@ def ssd_replay_kernel(
                 skip = tl.load(D + head * D_stride).to(tl.float32)
                 before = tl.load(before_at + head * chunk_size, mask=offset > 0, other=0.0)
                 dt_of_head = dt + head * dt_head_stride
-                kept_gates = gates + head * chunk_size
-                step_m, decay_m = gates_of(
-                    kept_gates, dt_of_head, m, offset, length, rate, before, dt_token_stride, tokens,
+                kept_dt = dt_inputs + head * chunk_size
+                step_m, decay_m = steps_of(
+                    kept_dt, dt_of_head, m, offset, length, rate, before, dt_token_stride, tokens,
                     log_offset,
                 )  # fmt: skip
                 acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
@@ -258,7 +260,7 @@ def ssd_replay_kernel(
                 if chunk_size <= BLOCK_K:  # Triton loads ahead in a loop that has no loop inside
                     acc = add_inputs(
                         acc, shared_scores, m, decay_m, of_chunk, x_of_chunk, x_kept, x_new, is_channel,
-                        kept_gates, dt_of_head, offset, length, rate, before, x_token_stride,
+                        kept_dt, dt_of_head, offset, length, rate, before, x_token_stride,
                         dt_token_stride, tokens, log_offset, operand,
                     )  # fmt: skip
                 else:
@@ -272,7 +274,7 @@ def ssd_replay_kernel(
                         x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
                         acc = add_inputs(
                             acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
-                            kept_gates, dt_of_head, offset, length, rate, before, x_token_stride,
+                            kept_dt, dt_of_head, offset, length, rate, before, x_token_stride,
                             dt_token_stride, tokens, log_offset, operand,
                         )  # fmt: skip
 
@@ -285,8 +287,8 @@ def ssd_replay_kernel(
                 x_places = in_page(pages, m, is_new, x_page_stride, page_tokens, x_size)
                 tl.store(x_kept[None, :] + x_places[:, None], skipped, mask=inside)
                 if first_p == 0:
-                    tl.store(kept_gates + m, step_m, mask=is_new)
-                    tl.store(kept_gates + log_offset + m, decay_m, mask=is_new)
+                    tl.store(kept_dt + m, step_m, mask=is_new)
+                    tl.store(kept_dt + log_offset + m, decay_m, mask=is_new)
 
             if (first_p == 0) & (first_head % heads_of_group == 0):
                 B_places = in_page(pages, m, is_new, B_page_stride, page_tokens, B_size)
@@ -320,8 +322,8 @@ def ssd_replay_kernel(
                     update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
                     for first_k in tl.range(0, end, STATE_BLOCK_K, num_stages=1):
                         k = first_k + tl.arange(0, STATE_BLOCK_K)
-                        step, decay = gates_of(
-                            gates + head * chunk_size, dt_of_head, k, offset, length, rate, before,
+                        step, decay = steps_of(
+                            dt_inputs + head * chunk_size, dt_of_head, k, offset, length, rate, before,
                             dt_token_stride, tokens, log_offset,
                         )  # fmt: skip
                         x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
@@ -344,13 +346,13 @@ TAIL_BLOCK, TAIL_WARPS = 1024, 4  # numbers of 16 bits, 16 bytes a thread
 
 
 def keep_ssd_inputs(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor,
     input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `reference.ssd.keep_ssd_inputs`, with `chunk_cumsum`'s bits; ValueError for strided rows."""
     check_last_stride(x=x, B=B)
-    check_slots(x_inputs=x_inputs, B_inputs=B_inputs, gates=gates)
+    check_slots(x_inputs=x_inputs, B_inputs=B_inputs, dt_inputs=dt_inputs)
     table = page_table(pages, input_rows)
     keep_tails_kernel[(chunk_size, input_rows.shape[0])](
         x, B, x_inputs, B_inputs, input_rows, table, tail_starts, query_start_loc,
@@ -359,18 +361,19 @@ def keep_ssd_inputs(
     )  # fmt: skip
     heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
-    keep_gates_kernel[(triton.cdiv(heads, block_h), input_rows.shape[0])](
-        dt, A, gates, input_rows, tail_starts, query_start_loc, *dt.stride(), A.stride(0), gates.stride(0),
+    keep_dt_kernel[(triton.cdiv(heads, block_h), input_rows.shape[0])](
+        dt, A, dt_inputs, input_rows, tail_starts, query_start_loc,
+        *dt.stride(), A.stride(0), dt_inputs.stride(0),
         HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
-def keep_gates_kernel(
+def keep_dt_kernel(
     # Pointers
-    dt, A, gates, input_rows, tail_starts, query_start_loc,
+    dt, A, dt_inputs, input_rows, tail_starts, query_start_loc,
     # Strides
-    dt_token_stride: tl.int64, dt_head_stride: tl.int64, a_stride, gate_row_stride: tl.int64,
+    dt_token_stride: tl.int64, dt_head_stride: tl.int64, a_stride, dt_input_stride: tl.int64,
     # Meta-parameters
     HEADS: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -383,7 +386,7 @@ def keep_gates_kernel(
     if (input_row >= 0) & (length > 0):
         is_head = head < HEADS
         rate = tl.load(A + head * a_stride, mask=is_head, other=0.0).to(tl.float32)
-        steps_out = gates + input_row * gate_row_stride + head * CHUNK_SIZE
+        steps_out = dt_inputs + input_row * dt_input_stride + head * CHUNK_SIZE
         sum_decays(
             dt + start * dt_token_stride + head * dt_head_stride, rate,
             steps_out, steps_out + HEADS * CHUNK_SIZE, dt_token_stride, length, length, is_head, BLOCK_H,

@@ -53,7 +53,7 @@ class KernelSet:
             `starts` are read, and positions before 0 are zeros
         pages: [rows, pages of a chunk] where tokens' inputs lie, in order, in pools [pages, tokens, ...]; the
             last one may have room for more tokens than the chunk. None: `input_rows`, of whole chunks
-        x_inputs, B_inputs, gates: [pages, tokens, H, P], [pages, tokens, G, N] and [requests, 2, H,
+        x_inputs, B_inputs, dt_inputs: [pages, tokens, H, P], [pages, tokens, G, N] and [requests, 2, H,
             chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point; numbers
             from start + length on have no effect, NaN included
         k_inputs, v_inputs, g_inputs, beta_inputs: [pages, tokens, ...] of normalised k, and of v; [requests,

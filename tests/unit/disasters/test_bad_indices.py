@@ -51,9 +51,10 @@ TABLE = {
     "ssd_chunk_scan": SCAN._replace(pools=("ssm_states",)),
     "selective_state_update": UPDATE._replace(pools=("ssm_states",)),
     "ssd_replay": Indices(
-        ("ssm_states",), ("sources",), ("destinations",), ("input_rows",), ("x_inputs", "B_inputs", "gates")
+        ("ssm_states",), ("sources",), ("destinations",), ("input_rows",),
+        ("x_inputs", "B_inputs", "dt_inputs"),
     ),
-    "keep_ssd_inputs": Indices((), (), (), ("input_rows",), ("x_inputs", "B_inputs", "gates")),
+    "keep_ssd_inputs": Indices((), (), (), ("input_rows",), ("x_inputs", "B_inputs", "dt_inputs")),
     "gated_delta_rule_scan": SCAN,
     "gated_delta_rule_update": UPDATE,
     "gated_delta_rule_replay": Indices(

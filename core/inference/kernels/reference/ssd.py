@@ -83,9 +83,9 @@ def selective_state_update(
 
 def ssd_replay(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    x_inputs: Tensor, B_inputs: Tensor, gates: Tensor, input_rows: Tensor, starts: Tensor, lengths: Tensor,
-    sources: Tensor, destinations: Tensor, chunk_size: int, *, out: Tensor | None = None,
-    pages: Tensor | None = None,
+    x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor, input_rows: Tensor, starts: Tensor,
+    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
+    *, out: Tensor | None = None, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`ssd_chunk_scan` of each row's next tokens, from the state and the inputs since its last grid point.
 
@@ -106,12 +106,12 @@ def ssd_replay(
         of_new = places(x_inputs, pages[row], offset, end)
         x_inputs[of_new] = x[row, :length]
         B_inputs[of_new] = B[row, :length]
-        before = gates[input_row, 1, :, offset - 1 : offset].to(dtype)
+        before = dt_inputs[input_row, 1, :, offset - 1 : offset].to(dtype)
         steps = dt[row, :length].to(dtype).T
         sums = torch.cat([before, steps * A.to(dtype)[:, None]], dim=1).cumsum(1)[:, before.shape[1] :]
-        gates[input_row, :, :, new] = torch.stack([steps, sums])
+        dt_inputs[input_row, :, :, new] = torch.stack([steps, sums])
 
-        steps, sums = gates[input_row, :, :, :end].to(dtype)
+        steps, sums = dt_inputs[input_row, :, :, :end].to(dtype)
         of_chunk = places(x_inputs, pages[row], 0, end)
         scaled = x_inputs[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
         keys = B_inputs[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
@@ -130,7 +130,7 @@ def ssd_replay(
 
 
 def keep_ssd_inputs(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, gates: Tensor,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor,
     input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -146,4 +146,4 @@ def keep_ssd_inputs(
         x_inputs[of_tail] = x[start:end]
         B_inputs[of_tail] = B[start:end]
         steps = dt[start:end].to(dtype).T
-        gates[input_row, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])
+        dt_inputs[input_row, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])

@@ -72,11 +72,11 @@ class Replay:
         self.states = nans(states, layer.H, layer.P, layer.N)
         self.x_inputs = nans(*kept, layer.H, layer.P, dtype=layer.dtype)
         self.B_inputs = nans(*kept, layer.G, layer.N, dtype=layer.dtype)
-        self.gates = nans(slots, 2, layer.H, chunk_size)
+        self.dt_inputs = nans(slots, 2, layer.H, chunk_size)
 
     @property
     def inputs(self):
-        return self.x_inputs, self.B_inputs, self.gates
+        return self.x_inputs, self.B_inputs, self.dt_inputs
 
     def tokens_of(self, row, longest):
         new = [part[row.start : row.start + row.length].clone() for part in drawn(self.layer, row.seed)]
@@ -397,7 +397,7 @@ def test_the_state_is_read_once_a_step_and_the_inputs_once():
 
 def test_strides_that_cannot_be_read_are_refused():
     layer = Layer(dtype=torch.float16)
-    for name in ("states", "x_inputs", "B_inputs", "gates"):
+    for name in ("states", "x_inputs", "B_inputs", "dt_inputs"):
         replay = Replay(layer, 16, torch.device("cpu"))
         setattr(replay, name, torch.stack([getattr(replay, name)] * 2, dim=-1)[..., 0])
         with pytest.raises(ValueError, match="accepted: contiguous slots of any stride"):
