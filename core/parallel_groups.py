@@ -191,7 +191,7 @@ class ParallelGroups:
     @property
     def abort_reason(self) -> str:
         """Why the groups were aborted, and not renewed since; empty if they were not."""
-        return next((_aborted[one] for one in self._split_groups() if one in _aborted), "")
+        return next((_aborted[group] for group in self._split_groups() if group in _aborted), "")
 
     def check_not_aborted(self) -> None:
         """Raise a RuntimeError where the groups were aborted: what nccl has received since is garbage."""

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     shape = model_shape(options.model, options.state_dtype)
-    settings, rows = settings_of(options, shape), [PolicyRow(one, options.plan) for one in options.policy]
+    settings, rows = settings_of(options, shape), [PolicyRow(name, options.plan) for name in options.policy]
     for row in rows:
         row.changes()  # raises a ValueError for a wrong option, before the traces are read
     cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace
@@ -82,11 +82,11 @@ def run(options: argparse.Namespace) -> int:
         found = {
             "settings": asked_of(options) | plain_setting(settings[0]),
             "unlimited": unlimited,
-            "results": [plain(one) for one in results],
+            "results": [plain(result) for result in results],
             "answers": answered,
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    served = any(one.share is not None for one in results if one.cell.row != UNLIMITED)
+    served = any(result.share is not None for result in results if result.cell.row != UNLIMITED)
     return 0 if served else 1
 
 

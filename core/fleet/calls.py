@@ -77,13 +77,13 @@ async def answer_of(replica: Any, method: str, *arguments: object) -> Any:
 
 async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *arguments: object) -> list[Any]:
     """The answers of replicas. One that is late or raises is left out."""
-    asked = [asyncio.ensure_future(answer_of(one, method, *arguments)) for one in replicas]
-    if not asked:
+    tasks = [asyncio.ensure_future(answer_of(replica, method, *arguments)) for replica in replicas]
+    if not tasks:
         return []
-    done, late = await asyncio.wait(asked, timeout=timeout_s)
-    for one in late:
-        one.cancel()
-    return [one.result() for one in asked if one in done and not one.cancelled() and not one.exception()]
+    done, late = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    return [task.result() for task in tasks if task in done and not task.cancelled() and not task.exception()]
 
 
 def _last_line(error: Exception) -> str:

@@ -89,32 +89,32 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
         pool.update({size: every[0]["pools"][name][size] for size in _SIZES if size in pool})
     names = [f"{len(snapshots)} replicas: {', '.join(snapshots)}"] if len(snapshots) > 1 else []
     merged["engine"]["description"] = [*names, *every[0]["engine"]["description"]]
-    merged["latency"] = _merged([one["latency"] for one in every], max)
-    merged["evictions"]["age_s"] = _merged([one["evictions"]["age_s"] for one in every], min)
+    merged["latency"] = _merged([snapshot["latency"] for snapshot in every], max)
+    merged["evictions"]["age_s"] = _merged([snapshot["evictions"]["age_s"] for snapshot in every], min)
     tenants: dict[str, list[Snapshot]] = {}
-    for tenant in (tenant for one in every for tenant in one["tenants"]):
+    for tenant in (tenant for snapshot in every for tenant in snapshot["tenants"]):
         tenants.setdefault(tenant["name"], []).append(tenant)
     requests = [
         {**request, "id": f"{name}-{request['id']}"}
-        for name, one in snapshots.items()
-        for request in one["requests"]
+        for name, snapshot in snapshots.items()
+        for request in snapshot["requests"]
     ]
     return merged | {
-        "time_s": max(one["time_s"] for one in every),
-        "uptime_s": max(one["uptime_s"] for one in every),
-        "warnings": [f"{name}: {text}" for name, one in snapshots.items() for text in one["warnings"]],
+        "time_s": max(snapshot["time_s"] for snapshot in every),
+        "uptime_s": max(snapshot["uptime_s"] for snapshot in every),
+        "warnings": [f"{name}: {text}" for name, each in snapshots.items() for text in each["warnings"]],
         "tenants": [_merged(same) for same in tenants.values()],
-        "series": _series([one["series"] for one in every]),
-        "requests": sorted(requests, key=lambda one: one["arrived_s"], reverse=True)[:NUM_REQUESTS],
+        "series": _series([snapshot["series"] for snapshot in every]),
+        "requests": sorted(requests, key=lambda request: request["arrived_s"], reverse=True)[:NUM_REQUESTS],
     }
 
 
 def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = sum) -> Any:
     """Dicts by their keys, integers and times added, or times as `of_times` says; of others the first."""
     if isinstance(figures[0], Mapping):
-        names = dict.fromkeys(name for one in figures for name in one)
-        return {name: _merged([one[name] for one in figures if name in one], of_times) for name in names}
-    known = [one for one in figures if one is not None]
+        names = dict.fromkeys(name for part in figures for name in part)
+        return {name: _merged([part[name] for part in figures if name in part], of_times) for name in names}
+    known = [part for part in figures if part is not None]
     if known and isinstance(known[0], float):
         return of_times(known)
     return sum(known) if known and isinstance(known[0], int) else figures[0]
@@ -124,9 +124,9 @@ def _series(series: Sequence[Snapshot]) -> dict[str, Any]:
     """The sums of the points of each interval, until the last in which all replicas have one."""
     every_s = series[0]["every_s"]
     by_interval: dict[int, list[Snapshot]] = {}
-    for point in (point for one in series for point in one["points"]):
+    for point in (point for own in series for point in own["points"]):
         by_interval.setdefault(int(point["time_s"] // every_s), []).append(point)
-    last = min((one["points"][-1]["time_s"] // every_s for one in series if one["points"]), default=0)
+    last = min((own["points"][-1]["time_s"] // every_s for own in series if own["points"]), default=0)
     points = [
         _merged(together) | {"time_s": interval * every_s}
         for interval, together in sorted(by_interval.items())

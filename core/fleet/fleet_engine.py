@@ -237,5 +237,5 @@ class FleetEngine:
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas; None where none reports."""
-        snapshots = {one.replica: one.snapshot for one in await self._reports()}
+        snapshots = {report.replica: report.snapshot for report in await self._reports()}
         return await asyncio.to_thread(merged_snapshot, snapshots) if snapshots else None

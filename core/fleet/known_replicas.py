@@ -54,7 +54,7 @@ class KnownReplicas:
     def remove(self, replica: str) -> None:
         """A replica is gone."""
         with self._lock:
-            self.replicas = {name: one for name, one in self.replicas.items() if name != replica}
+            self.replicas = {name: known for name, known in self.replicas.items() if name != replica}
             self._answered_s.pop(replica, None)
             self._complete.discard(replica)
             self._router.remove(replica)
@@ -111,20 +111,21 @@ class KnownReplicas:
         with self._lock:
             self._routes.pop(request_id, None)
 
-    def ranked(self, request: EngineRequest, queued: Mapping[str, int | None]) -> tuple[str, ...]:
+    def ranked(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
         """The replicas in the order in which a request tries them, those that it has lost last.
 
-        A request that tries the same ones again has the order that it had: it counts once. `queued`,
-        as Ray last knew, lack what is chosen and not sent: by them alone, a burst would go to one replica.
+        A request that tries the same ones again has the order that it had: it counts once. Queue
+        lengths, as Ray last knew, lack what is chosen and not sent: by them, a burst would go to one replica.
         """
         with self._lock:
             route = self._routes.get(request.request_id, _Route())
-            if set(route.order) != queued.keys():
-                counts = Counter(one.replica for one in self._routes.values())
-                loads = [ReplicaLoad(name, max(counts[name], length or 0)) for name, length in queued.items()]
+            if set(route.order) != queue_lengths.keys():
+                counts = Counter(route.replica for route in self._routes.values())
+                lengths = queue_lengths.items()
+                loads = [ReplicaLoad(name, max(counts[name], length or 0)) for name, length in lengths]
                 others = [load for load in loads if load.replica not in request.lost]
                 best = self._router.choose(request.route, others or loads)
-                route.order = *best, *(queued.keys() - best)
+                route.order = *best, *(queue_lengths.keys() - best)
                 route.replica = best[0]
             return route.order
 

@@ -133,7 +133,7 @@ class FleetAnswer(Answer):
 
     def next_request(self) -> EngineRequest:
         """The request for a replica that continues after the tokens so far."""
-        sequence = (*self._request.prompt, *(one.token for one in self.tokens))
+        sequence = (*self._request.prompt, *(new.token for new in self.tokens))
         if self._chain is not None:
             self._chain.extend_to(sequence)
         sampling = self._request.sampling
@@ -176,11 +176,11 @@ class FleetAnswer(Answer):
         if self.ended:
             return
         sampling, figures = self._request.sampling, self.prompt_figures or PromptFigures(0, {})
-        tops = [() if one.top_log_probs is None else one.top_log_probs for one in self.tokens]
+        tops = [() if new.top_log_probs is None else new.top_log_probs for new in self.tokens]
         result = RequestResult(
             request_id=self.request_id,
-            tokens=[one.token for one in self.tokens],
-            log_probs=[one.log_prob for one in self.tokens if one.log_prob is not None]
+            tokens=[new.token for new in self.tokens],
+            log_probs=[new.log_prob for new in self.tokens if new.log_prob is not None]
             if sampling.return_log_probs
             else None,
             top_log_probs=tops if sampling.num_top_log_probs else None,

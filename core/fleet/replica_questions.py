@@ -75,8 +75,8 @@ class Ingresses:
         """The last numbers of each ingress; one that is gone has no requests, and counted what it counted."""
         ended = {"requests_waiting": 0, "requests_running": 0}
         return {
-            name: {**one.numbers, **ended} if self._is_gone(one) else one.numbers
-            for name, one in self._known.items()
+            name: {**known.numbers, **ended} if self._is_gone(known) else known.numbers
+            for name, known in self._known.items()
         }
 
     def _is_gone(self, ingress: _Ingress) -> bool:

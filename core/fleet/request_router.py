@@ -29,14 +29,16 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The replicas, each a rank of its own, best first."""
-        names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        replicas = {name: one for name, one in names.items() if not self._known.is_silent(name)} or names
+        named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        heard = {name: replica for name, replica in named.items() if not self._known.is_silent(name)}
+        replicas = heard or named
         request = _request_of(pending_request)
         if pending_request is None or request is None or not replicas:
             return [[replica] for replica in replicas.values()]
         pending_request.routing_context.should_backoff = True  # one round tries all replicas
-        queued = {name: self.replica_queue_len_cache.get(one.replica_id) for name, one in replicas.items()}
-        return [[replicas[name]] for name in self._known.ranked(request, queued)]
+        length_of = self.replica_queue_len_cache.get
+        queue_lengths = {name: length_of(replica.replica_id) for name, replica in replicas.items()}
+        return [[replicas[name]] for name in self._known.ranked(request, queue_lengths)]
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, **options: Any

@@ -81,7 +81,7 @@ async def _donor(known: KnownReplicas) -> str:
     for _ in range(_LOOKS_FOR_DONORS):
         statuses = await answers_of(known.replicas.values(), "status", _MEET_S)
         if statuses:
-            num_states, name = max((one.num_states, one.replica) for one in statuses)
+            num_states, name = max((status.num_states, status.replica) for status in statuses)
             return name if num_states else ""
         await asyncio.sleep(_LOOK_S)
     return ""

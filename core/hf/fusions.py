@@ -127,29 +127,31 @@ class LayerStack:
         return self._final_norm.after_waiting(hidden)[1][0]
 
 
-def install(model: nn.Module, config: Any, row: Any, step: CurrentStep) -> LayerStack | None:
+def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep) -> LayerStack | None:
     """Replace the forwards that an `Architecture` names; returns what runs layers, if not transformers."""
     norms: dict[nn.Module, NormForward] = {}
-    for module in modules_of(model, row.named("RMSNorm")):
-        norms[module] = NormForward(module, step, row.norm_offset)
+    for module in modules_of(model, architecture.named("RMSNorm")):
+        norms[module] = NormForward(module, step, architecture.norm_offset)
         module.forward = norms[module]
     if getattr(config, "mlp_hidden_act", "relu2") == "relu2":
-        for module in modules_of(model, row.named("MLP")):
+        for module in modules_of(model, architecture.named("MLP")):
             module.forward = mlp_forward(module, step)
-    if row.fuses_attention:
-        for module in modules_of(model, row.named("Attention")):
-            module.forward = AttentionForward(module, step, row.norm_offset)
-    if row.layer is not None and row.branches is not None:
-        for layer in modules_of(model, row.named(row.layer)):
-            branches = [(norms[getattr(layer, name)], branch) for name, branch in row.branches(layer)]
-            layer.forward = LayerForward(branches, step, row.final_norm is None, row.returned)
+    if architecture.fuses_attention:
+        for module in modules_of(model, architecture.named("Attention")):
+            module.forward = AttentionForward(module, step, architecture.norm_offset)
+    if architecture.layer is not None and architecture.branches is not None:
+        for layer in modules_of(model, architecture.named(architecture.layer)):
+            named = architecture.branches(layer)
+            branches = [(norms[getattr(layer, name)], branch) for name, branch in named]
+            adds = architecture.final_norm is None
+            layer.forward = LayerForward(branches, step, adds, architecture.returned)
     _install_head(model, config, step)
-    if row.final_norm is None:
+    if architecture.final_norm is None:
         return None
     base: Any = model.base_model
-    final = getattr(base, row.final_norm)
+    final = getattr(base, architecture.final_norm)
     final.forward = lambda hidden_states: norms[final].after_waiting(hidden_states)[1]
-    if not row.is_stack:
+    if not architecture.is_stack:
         return None
     return LayerStack(base, [layer.forward for layer in base.layers], norms[final])
 

@@ -127,15 +127,15 @@ class RecurrentHost:
 
     def add_chunk(self, number: int, chunk: int | None = None) -> None:
         """Add the next chunk, as the engine's scheduler does: of all that remains, or of `chunk` tokens."""
-        one, context = self.running[number], self.context
-        request, before = one.request, context.active_token_count
+        running, context = self.running[number], self.context
+        request, before = running.request, context.active_token_count
         length = request.remaining_prompt_length if chunk is None else chunk
         context.add_request(request, length)
-        one.resumed += length - (context.active_token_count - before)
+        running.resumed += length - (context.active_token_count - before)
         request.remaining_prompt_tokens = request.remaining_prompt_tokens[length:]
-        one.prefilled = not request.remaining_prompt_length
+        running.prefilled = not request.remaining_prompt_length
         context.chunked_prefill_request_id = -1
-        if not one.prefilled:
+        if not running.prefilled:
             context.chunked_prefill_request_id = number
             request.finished_chunk_token_count += length
 
@@ -168,15 +168,15 @@ class RecurrentHost:
     ) -> tuple[int, list[int]]:
         """Run one request to its end; (resumed tokens, all its tokens)."""
         number = self.add(prompt, chunk)
-        one = self.running[number]
-        while not one.prefilled:
+        running = self.running[number]
+        while not running.prefilled:
             self.step()
-            remaining = one.request.remaining_prompt_length
+            remaining = running.request.remaining_prompt_length
             self.add_chunk(number, None if chunk is None or remaining <= chunk else chunk)
         for _ in range(new_tokens - 1):
             self.step()
         self.step(finish=(number,))
-        return one.resumed, one.sequence
+        return running.resumed, running.sequence
 
     def _active(self) -> list[int]:
         context = self.context

@@ -55,12 +55,12 @@ def _memory_bytes(config: Any) -> int:
 
 def _live_states(config: Any, states: Any) -> int | None:
     """How many requests' states fit into the memory that the host takes from KV blocks; None: no limit."""
-    one = 0 if states is None else _live_bytes(config, states)
-    if not one or (config.mamba_memory_ratio is None) is (config.max_requests is None):
+    state_bytes = 0 if states is None else _live_bytes(config, states)
+    if not state_bytes or (config.mamba_memory_ratio is None) is (config.max_requests is None):
         return None
     if config.mamba_memory_ratio is None:
-        return (_memory_bytes(config) - 1) // one
-    return int(_memory_bytes(config) * config.mamba_memory_ratio // one)
+        return (_memory_bytes(config) - 1) // state_bytes
+    return int(_memory_bytes(config) * config.mamba_memory_ratio // state_bytes)
 
 
 @override(STATE_CONFIG, "from_model", faults=(15,))

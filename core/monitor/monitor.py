@@ -241,8 +241,8 @@ class Monitor:
                 },
                 "tokens": {"saved_s": figures.saved_s},
                 "tenants": [
-                    {name.removeprefix("num_"): value for name, value in vars(one).items()}
-                    for one in figures.tenants
+                    {name.removeprefix("num_"): value for name, value in vars(tenant).items()}
+                    for tenant in figures.tenants
                 ],
                 "series": self._series.as_json(self._unix_offset_s),
                 "requests": self._requests(),
@@ -258,5 +258,5 @@ class Monitor:
     def _requests(self) -> list[dict[str, Any]]:
         """The last requests to arrive, of those that run and those that ended last."""
         running = [record.as_json() for record in list(self._running.values())[-NUM_REQUESTS:]]
-        newest = sorted([*running, *self._ended], key=lambda one: one["arrived_s"], reverse=True)
+        newest = sorted([*running, *self._ended], key=lambda record: record["arrived_s"], reverse=True)
         return newest[:NUM_REQUESTS]

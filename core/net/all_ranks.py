@@ -63,7 +63,7 @@ def attempt[T](
         failures = [reports[0][0]]
     difference = ""
     for name in reversed(same):
-        if others := [rank for rank, one in enumerate(notes) if one.get(name) != notes[0].get(name)]:
+        if others := [rank for rank, note in enumerate(notes) if note.get(name) != notes[0].get(name)]:
             difference = (
                 f"ranks {others} of the replica have other {name} than rank 0; accepted: the same on all"
             )

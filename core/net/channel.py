@@ -189,8 +189,8 @@ class Link(_End):
         new.setsockopt(zmq.RECONNECT_IVL, 1 << 30)  # a lost listener stays lost; -1 would lose its messages
         self._ends = new.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
-        for one in (new, self._ends):
-            self._poller.register(one, zmq.POLLIN)
+        for source in (new, self._ends):
+            self._poller.register(source, zmq.POLLIN)
         return new
 
     def _connect(self, host: str, address: Address, deadline: float) -> None:

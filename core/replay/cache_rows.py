@@ -138,9 +138,9 @@ def _own(what: str, text: str) -> object:
     if not path.is_file():
         raise ValueError(f"{what} is {text!r}; accepted: FILE.py:Class with a file that is there")
     try:
-        one = runpy.run_path(str(path)).get(name)
-        if isinstance(one, type):
-            return one()
+        chosen = runpy.run_path(str(path)).get(name)
+        if isinstance(chosen, type):
+            return chosen()
     except Exception as error:
         raise ValueError(f"{what} is {text!r}, which raises {type(error).__name__}: {error}") from error
     raise ValueError(f"{what} is {text!r}; accepted: a class of {path}")

@@ -190,8 +190,8 @@ class EngineReplay:
 
     def _add(self, number: int) -> None:
         entry, config = self._trace.requests[number], self.context.config
-        pool = self.context.admission.most_blocks * config.block_size_tokens
-        if len(entry.prompt) + len(entry.answer) > min(pool, config.max_sequence_length):
+        longest = min(self.context.pool_tokens, config.max_sequence_length)
+        if len(entry.prompt) + len(entry.answer) > longest:
             self._num_refused_tokens += len(entry.prompt)
             self._end(number)
             return

@@ -90,7 +90,7 @@ class HashedRequests(Sequence[TraceRequest]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         line = self._lines[index]
         size, num_prompt = line.hash_tokens, line.num_prompt

@@ -80,7 +80,7 @@ def _read_lines(path: Path, numbers: HashNumbers) -> list[TraceLine]:
                 line = parse_line(text, numbers, size)
                 if size is not None and line.hash_tokens != size:
                     kinds = [
-                        f"hashes of {one} tokens" if one else "tokens" for one in (line.hash_tokens, size)
+                        f"hashes of {each} tokens" if each else "tokens" for each in (line.hash_tokens, size)
                     ]
                     raise ValueError(f"hash_tokens: the line has {kinds[0]}; accepted: {kinds[1]}, as before")
             except ValueError as error:

@@ -35,7 +35,7 @@ def load_trace(source: TraceSource) -> Trace:
     if source.num_requests is not None:
         trace = replace(trace, requests=list(islice(trace.requests, source.num_requests)))
     if source.speed != 1:
-        faster = [replace(one, arrival_s=one.arrival_s / source.speed) for one in trace.requests]
+        faster = [replace(request, arrival_s=request.arrival_s / source.speed) for request in trace.requests]
         trace = replace(trace, name=f"{trace.name}, {source.speed:g} x as fast", requests=faster)
     if not trace.requests:
         raise ValueError(f"{source.origin} has no requests; accepted: a trace with one or more")
@@ -79,43 +79,47 @@ def replay_cell(cell: Cell) -> CellResult:
     if result.resumed_lengths:  # a request that resumed several times counts as if it had resumed once
         flops = cell.setting.shape.prefill_flops
         saved = sum(map(flops, result.resumed_lengths)) / sum(
-            flops(len(one.prompt)) for one in trace.requests
+            flops(len(request.prompt)) for request in trace.requests
         )
     return CellResult(cell, trace.name, number, replace(result, resumed_lengths=()), flops_saved=saved)
 
 
 def unlimited_shares(results: Iterable[CellResult]) -> dict[str, float]:
     """Trace -> what an unlimited pool resumes, as a share of all prompt tokens."""
-    return {one.trace: one.share for one in results if one.cell.row == UNLIMITED and one.share is not None}
+    return {
+        outcome.trace: outcome.share
+        for outcome in results
+        if outcome.cell.row == UNLIMITED and outcome.share is not None
+    }
 
 
-def percent(one: CellResult) -> str:
-    return "refused" if one.share is None else f"{100 * one.share:.1f}"
+def percent(outcome: CellResult) -> str:
+    return "refused" if outcome.share is None else f"{100 * outcome.share:.1f}"
 
 
 def table(results: Sequence[CellResult], text: Callable[[CellResult], str] = percent, note: str = "") -> str:
     """A table for each trace: a line a row, a column a budget; `text` of each cell, `note` in the title."""
     return "\n\n".join(
-        "\n".join(_lines([one for one in results if one.trace == trace], text, note))
-        for trace in dict.fromkeys(one.trace for one in results)
+        "\n".join(_lines([outcome for outcome in results if outcome.trace == trace], text, note))
+        for trace in dict.fromkeys(outcome.trace for outcome in results)
     )
 
 
 def _lines(results: Sequence[CellResult], text: Callable[[CellResult], str], note: str) -> Iterable[str]:
-    cells = [one for one in results if one.cell.row != UNLIMITED]
+    cells = [outcome for outcome in results if outcome.cell.row != UNLIMITED]
     first = results[0]
-    num_tokens = next((one.result.prompt_tokens for one in results if one.result is not None), 0)
+    num_tokens = next((outcome.result.prompt_tokens for outcome in results if outcome.result is not None), 0)
     yield (
         f"{first.trace}: {first.num_requests:,} requests, {num_tokens:,} prompt tokens. "
         f"% of the prompt tokens resumed{note}"
     )
-    settings = list(dict.fromkeys(one.cell.setting for one in cells))
+    settings = list(dict.fromkeys(outcome.cell.setting for outcome in cells))
     heads = [budget_head(setting) for setting in settings]
-    rows = list(dict.fromkeys(one.cell.row.name for one in cells))
+    rows = list(dict.fromkeys(outcome.cell.row.name for outcome in cells))
     left = max(map(len, [*rows, _UNLIMITED])) + 2
     widths = [max(len(head), 12) + 2 for head in heads]
     yield "row".ljust(left) + "".join(head.rjust(width) for head, width in zip(heads, widths, strict=True))
-    known = {(one.cell.row.name, one.cell.setting): text(one) for one in cells}
+    known = {(outcome.cell.row.name, outcome.cell.setting): text(outcome) for outcome in cells}
     for row in rows:
         texts = [known.get((row, setting), "-") for setting in settings]
         yield row.ljust(left) + "".join(text.rjust(width) for text, width in zip(texts, widths, strict=True))
@@ -123,10 +127,10 @@ def _lines(results: Sequence[CellResult], text: Callable[[CellResult], str], not
     if share is not None:
         yield f"{_UNLIMITED.ljust(left)}{f'{100 * share:.1f}'.rjust(widths[0])}"
     for row in rows:
-        yield from _losses(row, [one for one in cells if one.cell.row.name == row])
-    for one in cells:
-        if one.refusal:
-            yield f"{one.cell.row.name} at {budget_head(one.cell.setting)}: {one.refusal}"
+        yield from _losses(row, [outcome for outcome in cells if outcome.cell.row.name == row])
+    for outcome in cells:
+        if outcome.refusal:
+            yield f"{outcome.cell.row.name} at {budget_head(outcome.cell.setting)}: {outcome.refusal}"
 
 
 def budget_head(setting: ReplaySetting) -> str:
@@ -138,7 +142,9 @@ def budget_head(setting: ReplaySetting) -> str:
 
 def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
     """Why a row computed tokens, and what it saved, budget by budget; for rows with reasons."""
-    known = [one.result for one in cells if one.result is not None and one.result.lost_by_reason]
+    known = [
+        outcome.result for outcome in cells if outcome.result is not None and outcome.result.lost_by_reason
+    ]
     if not known:
         return
     shares = {
@@ -149,7 +155,7 @@ def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
         f"{reason} {_listed(values)}" for reason, values in shares.items() if max(values) > _MIN_LOST
     )
     yield f"{row} computed, % of the prompt tokens: {lost}"
-    saved = [one.flops_saved for one in cells if one.flops_saved is not None]
+    saved = [outcome.flops_saved for outcome in cells if outcome.flops_saved is not None]
     if saved:
         yield f"{row} saved, % of the operations of prefills: {_listed(saved)}"
 
@@ -158,20 +164,20 @@ def _listed(shares: Iterable[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def plain(one: CellResult) -> dict[str, Any]:
+def plain(outcome: CellResult) -> dict[str, Any]:
     """A result as plain values."""
-    setting, result = one.cell.setting, one.result
+    setting, result = outcome.cell.setting, outcome.result
     budgets: dict[str, Any] = dict.fromkeys(("state_gb", "kv_gb", "total_gb"))
-    if one.cell.row != UNLIMITED:
+    if outcome.cell.row != UNLIMITED:
         budgets = {name: getattr(setting, name) for name in budgets}
     values: dict[str, Any] = {
-        "trace": one.trace,
-        "row": one.cell.row.name,
-        "num_requests": one.num_requests,
+        "trace": outcome.trace,
+        "row": outcome.cell.row.name,
+        "num_requests": outcome.num_requests,
         **budgets,
-        "share": one.share,
-        "flops_saved": one.flops_saved,
-        "refusal": one.refusal or None,
+        "share": outcome.share,
+        "flops_saved": outcome.flops_saved,
+        "refusal": outcome.refusal or None,
     }
     if result is not None:
         names = ("prompt_tokens", "resumed_tokens", "num_states_taken", "state_capacity")
@@ -212,10 +218,12 @@ def budget_of(setting: ReplaySetting) -> tuple[str, float]:
 def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str) -> list[str]:
     """A sentence for each trace and kind of budget of `row`; `unlimited`: trace -> share of its prompt."""
     curves: dict[tuple[str, str], list[BudgetPoint]] = {}
-    for one in results:
-        if one.cell.row.name == row and one.share is not None:
-            kind, budget_gb = budget_of(one.cell.setting)
-            curves.setdefault((one.trace, kind), []).append(BudgetPoint(budget_gb, one.share, _lacks_kv(one)))
+    for outcome in results:
+        if outcome.cell.row.name == row and outcome.share is not None:
+            kind, budget_gb = budget_of(outcome.cell.setting)
+            curves.setdefault((outcome.trace, kind), []).append(
+                BudgetPoint(budget_gb, outcome.share, _lacks_kv(outcome))
+            )
     by_gb = attrgetter("budget_gb")
     return [
         f"{trace}: {answer(sorted(points, key=by_gb), unlimited[trace], kind)}"
@@ -223,10 +231,10 @@ def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str
     ]
 
 
-def _lacks_kv(one: CellResult) -> bool:
-    if one.cell.setting.total_gb is not None or one.result is None:
+def _lacks_kv(outcome: CellResult) -> bool:
+    if outcome.cell.setting.total_gb is not None or outcome.result is None:
         return False
-    lost = one.result.lost_by_reason
+    lost = outcome.result.lost_by_reason
     for_kv, for_states = (
         sum(lost.get(reason, 0) for reason in reasons)
         for reasons in (("kv_evicted", "too_long"), ("state_evicted", "capacity"))

@@ -144,4 +144,4 @@ def _check_length(name: str, hashes: Hashes, accepted: Sequence[int]) -> None:
 
 
 def _numbers(hashes: Hashes, numbers: HashNumbers) -> Numbers:
-    return np.fromiter((numbers.setdefault(one, len(numbers)) for one in hashes), np.int64, len(hashes))
+    return np.fromiter((numbers.setdefault(key, len(numbers)) for key in hashes), np.int64, len(hashes))

@@ -94,12 +94,12 @@ class FailedAccepts:
     def _close_silent(self, error: OSError, state: ServerState) -> None:
         """Close half of the silent connections, first those that never sent a request, by their age."""
         self.count += 1
-        connections = [one for one in state.connections if isinstance(one, Connection)]
-        silent = [one for one in connections if one.is_silent]
-        silent.sort(key=lambda one: (one.cycle is not None, one.silent_since_s))
+        connections = [connection for connection in state.connections if isinstance(connection, Connection)]
+        silent = [connection for connection in connections if connection.is_silent]
+        silent.sort(key=lambda connection: (connection.cycle is not None, connection.silent_since_s))
         closed = silent[: (len(silent) + 1) // 2]
-        for one in closed:
-            one.shutdown()
+        for connection in closed:
+            connection.shutdown()
         counts = (
             f"of {len(connections)} that are open {len(silent)} have no request, and {len(closed)} of these"
         )

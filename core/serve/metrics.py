@@ -49,7 +49,7 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
         {"version": VERSION, "model": monitor.model_name},
     )
     for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
-        yield from families(kind, ((one.name, _help(one), one.value(figures), one.label) for one in table))
+        yield from families(kind, ((row.name, _help(row), row.value(figures), row.label) for row in table))
     for figure in DURATIONS:
         duration: Latency = figure.value(figures)
         bounds = [*map(str, duration.bounds), "+Inf"]

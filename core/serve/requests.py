@@ -83,7 +83,7 @@ def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
         raise bad_field(name, f"{name} is {shortened(value)}; accepted: a list of integers")
     if not value or ints_within(value, 0, highest):
         return value
-    i, bad = next((i, one) for i, one in enumerate(value) if type(one) is not int or not 0 <= one <= highest)
+    i, bad = next((i, token) for i, token in enumerate(value) if not ints_within([token], 0, highest))
     raise bad_field(name, f"{name}[{i}] is {shortened(bad)}; accepted: an integer from 0 to {highest}")
 
 
@@ -306,7 +306,7 @@ class Message(Fields):
     @property
     def is_marked(self) -> bool:
         """Whether the message, or one of its parts, has the field `cache_control`."""
-        return any(one.cache_control is not None for one in (self, *(self.content or ())))
+        return any(part.cache_control is not None for part in (self, *(self.content or ())))
 
     def for_template(self, sent: dict[str, Any]) -> dict[str, Any]:
         """`sent`, this message as the client wrote it, in the form that chat templates read."""

@@ -35,7 +35,7 @@ class EngineFacts:
         return cls(
             vocab_size=engine.context.spec.vocab_size,
             max_sequence_length=config.max_sequence_length,
-            pool_tokens=engine.context.admission.most_blocks * config.block_size_tokens,
+            pool_tokens=engine.context.pool_tokens,
             max_requests=config.max_requests,
             block_size_tokens=config.block_size_tokens,
             caches_prefixes=config.enable_prefix_caching,

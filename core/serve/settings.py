@@ -76,10 +76,10 @@ class ServerSettings:
             given = getattr(self, name)
             if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):
                 raise ValueError(f"{name} is {shown(given)}; accepted: a list of strings")
-            for one in given:
-                fits = isinstance(one, str) and one and ("://" in one) == ("://" in example)
-                if one != "*" and (not fits or ("/" in one and "://" not in one)):
-                    raise ValueError(f"{name} holds {shown(one)}; accepted: {example!r} or '*'")
+            for entry in given:
+                fits = isinstance(entry, str) and entry and ("://" in entry) == ("://" in example)
+                if entry != "*" and (not fits or ("/" in entry and "://" not in entry)):
+                    raise ValueError(f"{name} holds {shown(entry)}; accepted: {example!r} or '*'")
             set_field(self, name, tuple(given))
         self._check_keys()
 

@@ -120,7 +120,7 @@ def check_model(
     seed = integer("seed", seed, 0, INT32_MAX)
     spec = _spec_of(model)
     dtypes = {tensor.dtype for tensor in spec.states} | {spec.kv_dtype}
-    accepted = max(TOLERANCES[one] for one in dtypes) if tolerance is None else tolerance
+    accepted = max(TOLERANCES[dtype] for dtype in dtypes) if tolerance is None else tolerance
     texts = _texts(spec, vocabulary, seed)
     trial = _Trial(model, spec, texts, real("tolerance", accepted, 0.0))
     _serve_in_all_ways(trial, drafts, padded_shapes)

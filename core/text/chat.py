@@ -240,7 +240,7 @@ class ChatBranches:
 def _character_outside(text: str) -> str:
     """A character that `text` does not have, so that a chat that continues with it branches off."""
     present = set(text)  # one pass, because a client may send any number of these characters
-    return next((one for one in map(chr, range(0xE000, 0xF900)) if one not in present), "\0")
+    return next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in present), "\0")
 
 
 def _common_length(first: str, second: str) -> int:

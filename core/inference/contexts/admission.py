@@ -44,8 +44,8 @@ class Admission:
         self._scrubber = memory.scrubber
         self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
         self._has_pages = pages.tokens > 0
-        self.most_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
-        shape = config.max_requests, min(self.most_blocks, self._num_blocks(config.max_sequence_length))
+        self.max_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
+        shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
         self._slots_per_row = num_live_slots(config) // config.max_requests

@@ -110,6 +110,11 @@ class DynamicInferenceContext:
         return self.admission.requests
 
     @property
+    def pool_tokens(self) -> int:
+        """The most tokens that one request can have KV of."""
+        return self.admission.max_blocks * self.config.block_size_tokens
+
+    @property
     def batch(self) -> tuple[ScheduledRequest, ...]:
         """The scheduled requests of the step under way, in row order; empty between steps."""
         return self._batch

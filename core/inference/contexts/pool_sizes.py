@@ -48,7 +48,7 @@ class PoolSizes:
         gathered: list[tuple[int | None, RankMemory, RankMemory]] = spec.groups.gather(own, spec.device)
         pages = InputPages.fitting(config, spec, [page_tokens for page_tokens, _, _ in gathered])
         ranks = [paged if pages.tokens else unpaged for _, paged, unpaged in gathered]
-        shared = [rank for rank, one in enumerate(ranks) if one.total_gb is not None]
+        shared = [rank for rank, config in enumerate(ranks) if config.total_gb is not None]
         if 0 < len(shared) < len(ranks):
             raise ValueError(
                 f"total_gb is set on the ranks {shared} of {len(ranks)}; accepted: on all or on none"

@@ -159,8 +159,8 @@ class RequestStates:
     def gather(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> None:
         """Before a step: copy states to live slots where the kernels need them there."""
         if self._in_place:
-            resumed = [scheduled.allocation for scheduled in batch if scheduled.allocation.num_computed]
-            self._to_live([one for one in resumed if one.state_index != one.live_slots[0]])
+            resumed = (scheduled.allocation for scheduled in batch if scheduled.allocation.num_computed)
+            self._to_live([held for held in resumed if held.state_index != held.live_slots[0]])
 
     def scatter(self, batch: Sequence[ScheduledRequest], late: Sequence[ScheduledRequest] = ()) -> None:
         """After a step: bring boundary states to their slots where kernels do not; `late` slots are new."""

@@ -124,8 +124,7 @@ class RequestFactory:
         return PrefixHashChain(self._config.block_size_tokens, root)
 
     def _check_length(self, text: str, num_tokens: int) -> None:
-        longest = self._config.max_sequence_length
-        pool_tokens = self._context.admission.most_blocks * self._config.block_size_tokens
+        longest, pool_tokens = self._config.max_sequence_length, self._context.pool_tokens
         if num_tokens > min(longest, pool_tokens):
             raise ValueError(f"{text} max_sequence_length ({longest}) and the KV pool ({pool_tokens})")
 

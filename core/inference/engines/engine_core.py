@@ -308,7 +308,7 @@ class EngineCore:
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
             if self._drafter is not None and scheduled.decoding and request.request_id in tokens:
-                self._count_drafts(scheduled, [one.token for one in tokens[request.request_id]])
+                self._count_drafts(scheduled, [generated.token for generated in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(scheduled.request.request_id for scheduled in batch if scheduled.admits),

@@ -29,8 +29,8 @@ _running_threads: set["EngineThread"] = set()
 
 def thread_over(groups: ParallelGroups) -> Thread | None:
     """The running thread of an AsyncEngine whose engine uses one of these process groups."""
-    threads = (one for one in list(_running_threads) if groups.overlaps(one._engine.context.spec.groups))
-    return next(threads, None)
+    threads = list(_running_threads)
+    return next((t for t in threads if groups.overlaps(t._engine.context.spec.groups)), None)
 
 
 class EngineThread(Thread):

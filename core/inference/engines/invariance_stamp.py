@@ -41,8 +41,8 @@ class InvarianceStamp:
         depends = (
             torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device), _packages(),
             sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)), written,
-            [(one.name, getattr(spec, one.name)) for one in fields(spec) if one.name != "groups"],
-            spec.groups.tensor_size, [(name, one.shape, one.stride(), one.dtype) for name, one in tensors],
+            [(field.name, getattr(spec, field.name)) for field in fields(spec) if field.name != "groups"],
+            spec.groups.tensor_size, [(name, own.shape, own.stride(), own.dtype) for name, own in tensors],
             config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
             config.num_speculative_tokens,
         )  # fmt: skip
@@ -73,5 +73,5 @@ _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"
 def _packages() -> list[tuple[str, str]]:
     """What computes, with versions: also the libraries that pip may renew without torch."""
     names = "nvidia", "triton", "fla", "flash", "tokenspeed", "transformers"
-    found = ((one.name, one.version) for one in importlib.metadata.distributions())
+    found = ((package.name, package.version) for package in importlib.metadata.distributions())
     return sorted(pair for pair in found if (pair[0] or "").startswith(names))

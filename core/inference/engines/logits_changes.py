@@ -124,11 +124,11 @@ class LogitsChanges:
             if not scheduled.drafts:
                 counted.append((row, counts))
             drafts += [(len(penalised), draft) for draft in scheduled.drafts[:number]]
-            one = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-            penalised.append((row, counts.row, one))
+            factors = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+            penalised.append((row, counts.row, factors))
         copied = self._sent([count_row for _, count_row, _ in penalised]) if drafts else None
         if drafts:
-            penalised = [(row, place, one) for place, (row, _, one) in enumerate(penalised)]
+            penalised = [(row, place, factors) for place, (row, _, factors) in enumerate(penalised)]
         return _Changes(
             requests=[scheduled.request for scheduled, _ in rows],
             is_free=[
@@ -144,8 +144,8 @@ class LogitsChanges:
 
     def _penalties(self, listed: Sequence[Penalised], num_rows: int, dtype: torch.dtype) -> Penalties:
         count_rows, settings = [-1] * num_rows, [(1.0, 0.0, 0.0)] * num_rows
-        for row, count_row, one in listed:
-            count_rows[row], settings[row] = count_row, one
+        for row, count_row, factors in listed:
+            count_rows[row], settings[row] = count_row, factors
         numbers = list(zip(*settings, strict=True))
         return self._sent(count_rows), tensor_on(self._counts.device, numbers, dtype)
 

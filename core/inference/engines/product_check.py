@@ -151,34 +151,34 @@ def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int
 
 def with_rows(small: Sequence[Product], large: Sequence[Product], num_rows: int) -> list[Product]:
     """The products of a step of `num_rows` tokens and logits, with their rows: what doubles in `large`."""
-    names, others = [[one.name for one in step] for step in (small, large)]
+    names, others = [[product.name for product in step] for step in (small, large)]
     if names != others:
         first = next((f"{a} and {b}" for a, b in zip(names, others, strict=False) if a != b), "")
         counts = f"{len(names)} and {len(others)} products"
         raise BatchVarianceError(
             f"the model makes other products for other numbers of rows: {first or counts}"
         )
-    found = [_with_rows(one, other, num_rows) for one, other in zip(small, large, strict=True)]
+    found = [_with_rows(product, other, num_rows) for product, other in zip(small, large, strict=True)]
     return [product for product in found if product.rows]  # others are of weights alone
 
 
-def _with_rows(one: Product, other: Product, num_rows: int) -> Product:
+def _with_rows(product: Product, other: Product, num_rows: int) -> Product:
     rows: list[tuple[int, int, int]] = []
-    tensors = [index for index, leaf in enumerate(one.arguments) if isinstance(leaf, Tensor)]
+    tensors = [index for index, leaf in enumerate(product.arguments) if isinstance(leaf, Tensor)]
     for index in tensors:
-        both = one.arguments[index].shape, other.arguments[index].shape
+        both = product.arguments[index].shape, other.arguments[index].shape
         for dim, (size, larger) in enumerate(zip(*both, strict=True)):
             if size == larger:
                 continue
-            if (tensors.index(index), dim) in _contracted(one):
-                raise BatchVarianceError(f"{one} adds over the rows of the step")
+            if (tensors.index(index), dim) in _contracted(product):
+                raise BatchVarianceError(f"{product} adds over the rows of the step")
             if size % num_rows or larger != 2 * size:
-                raise BatchVarianceError(f"{one} has {size} rows, and {larger} in a larger step")
+                raise BatchVarianceError(f"{product} has {size} rows, and {larger} in a larger step")
             rows.append((index, dim, size // num_rows))
     arguments, dims = {index for index, _, _ in rows}, {dim for _, dim, _ in rows}
     if len(dims) > 1 or len(arguments) < len(rows):
-        raise BatchVarianceError(f"{one} multiplies rows of the step with rows of the step")
-    return one._replace(rows=tuple(rows))
+        raise BatchVarianceError(f"{product} multiplies rows of the step with rows of the step")
+    return product._replace(rows=tuple(rows))
 
 
 def _contracted(product: Product) -> tuple[tuple[int, int], ...]:

@@ -178,8 +178,10 @@ class Scheduler:
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            others = islice((one for one in self.waiting.values() if one.allocation is None), MAX_COMPARED)
-            scheduled = self._context.admission.schedule_request(request, budget, next_slots[i + 1 :], others)
+            others = (other for other in self.waiting.values() if other.allocation is None)
+            scheduled = self._context.admission.schedule_request(
+                request, budget, next_slots[i + 1 :], islice(others, MAX_COMPARED)
+            )
             if scheduled is None:
                 if self._fits_beside_pins(request, match):
                     break

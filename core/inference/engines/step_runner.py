@@ -147,17 +147,17 @@ class SampledStep:
         ]
         params = [scheduled.request.sampling for scheduled, _ in rows]
         positions = [scheduled.answer_length + number for scheduled, number in rows]
-        are_changed = any(one.changes_logits for one in params)
+        are_changed = any(sampling.changes_logits for sampling in params)
         to_draw = changes.apply(self._sampled, logits) if are_changed else logits
         drawn, largest = sample(to_draw, params, positions, [scheduled.request.seed for scheduled, _ in rows])
         if are_changed:
             changes.count(drawn)
         self._drawn = drawn
         columns: dict[ColumnName, Tensor] = {"tokens": drawn, "largest": largest}
-        if any(one.return_log_probs for one in params):
+        if any(sampling.return_log_probs for sampling in params):
             columns["log_probs"] = log_probs_of(logits, drawn)
-        if width := max(one.num_top_log_probs for one in params):
-            wanting = _rows_of(logits, [row for row, one in enumerate(params) if one.num_top_log_probs])
+        if width := max(sampling.num_top_log_probs for sampling in params):
+            wanting = _rows_of(logits, [row for row, each in enumerate(params) if each.num_top_log_probs])
             ids, log_probs = top_log_probs(wanting, width)
             columns |= {"top_ids": ids.flatten(), "top_log_probs": log_probs.flatten()}
         return columns
@@ -205,7 +205,8 @@ class SampledStep:
                 continue
             new = drawn[first:stop]
             if scheduled.drafts:  # rows after the first wrong draft mean nothing
-                right = accepted_tokens(scheduled.drafts, [one.token for one in new], request.sampling.stops)
+                known = [generated_token.token for generated_token in new]
+                right = accepted_tokens(scheduled.drafts, known, request.sampling.stops)
                 new = new[: len(right)]
             if not all_finite and not all(map(math.isfinite, largest[first : first + len(new)])):
                 invalid.add(request.request_id)
@@ -229,17 +230,17 @@ class SampledStep:
             for scheduled in self._sampled
             for _ in range(1 + len(scheduled.drafts))
         ]
-        width = max((one.num_top_log_probs for one in params), default=0)
+        width = max((sampling.num_top_log_probs for sampling in params), default=0)
         pairs = zip(map(int, columns.get("top_ids", ())), columns.get("top_log_probs", ()), strict=True)
         tops = batched(pairs, max(1, width))
         log_probs: Iterable[float | None] = columns.get("log_probs", repeat(None))
         return [
             GeneratedToken(
                 int(token),
-                log_prob if one.return_log_probs else None,
-                next(tops)[: one.num_top_log_probs] if one.num_top_log_probs else None,
+                log_prob if sampling.return_log_probs else None,
+                next(tops)[: sampling.num_top_log_probs] if sampling.num_top_log_probs else None,
             )
-            for token, log_prob, one in zip(columns.get("tokens", ()), log_probs, params, strict=False)
+            for token, log_prob, sampling in zip(columns.get("tokens", ()), log_probs, params, strict=False)
         ]
 
 
@@ -255,14 +256,14 @@ def sample(
     draws = [
         TokenDraw(
             row=row,
-            temperature=1.0 if one.temperature is None else one.temperature,
-            top_k=one.top_k or 0,
-            top_p=1.0 if one.top_p is None else one.top_p,
+            temperature=1.0 if sampling.temperature is None else sampling.temperature,
+            top_k=sampling.top_k or 0,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
             uniform=_uniform(seed, position),
-            min_p=one.min_p,
+            min_p=sampling.min_p,
         )
-        for row, (one, position, seed) in enumerate(zip(params, positions, seeds, strict=True))
-        if not one.greedy
+        for row, (sampling, position, seed) in enumerate(zip(params, positions, seeds, strict=True))
+        if not sampling.greedy
     ]
     if len(draws) < len(params):
         largest, tokens = logits.max(dim=-1)

@@ -102,7 +102,7 @@ class _Calls:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             with self._lock:
-                if any(isinstance(one, Lost) for one in self._received):
+                if any(isinstance(message, Lost) for message in self._received):
                     return
                 self._receive(_LOOK_S)
 

@@ -103,8 +103,8 @@ class LeadingEngine(DynamicInferenceEngine):
     @staticmethod
     def _check_unused(groups: ParallelGroups) -> None:
         """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
-        engines = [one for one in list(_open) if groups.overlaps(one.context.spec.groups)]
-        callers = [one._caller for one in engines if not one._closed.is_set()]
+        engines = [engine for engine in list(_open) if groups.overlaps(engine.context.spec.groups)]
+        callers = [engine._caller for engine in engines if not engine._closed.is_set()]
         for caller in (thread_over(groups), *callers):
             if caller is not None and caller is not threading.current_thread() and caller.is_alive():
                 raise RuntimeError(

@@ -154,8 +154,10 @@ class RankConnections:
     def _note_losses(self) -> None:
         """Note who is lost; where a rank failed, or is lost, let no other one wait for it."""
         with self._lock:
-            for one, rank in self._ranks.items():
-                if rank not in self._gone and not self._listener.is_connected(one) and not self._receive(0.0):
+            for peer, rank in self._ranks.items():
+                if rank in self._gone or self._listener.is_connected(peer):
+                    continue
+                if not self._receive(0.0):
                     self._note_lost(rank, "died, or left: its connection is closed")
             if self._closed.is_set():
                 return
@@ -167,7 +169,10 @@ class RankConnections:
             ended = [self._own, *self._theirs.values()]
             alike = min(map(len, ended))  # calls that ended on all ranks
             failed = [
-                f"rank {rank} {one}" for rank, own in enumerate(ended) for one in own[alike:] if one.kind
+                f"rank {rank} {outcome}"
+                for rank, own in enumerate(ended)
+                for outcome in own[alike:]
+                if outcome.kind
             ]
             if not failed:
                 self._failed_s = math.inf

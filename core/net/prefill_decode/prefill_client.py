@@ -137,8 +137,8 @@ class PrefillClient:
 
     def give_up(self, reason: str) -> None:
         """Answer every question with the failure; each one is cancelled at the worker, too."""
-        for one in self._pending.values():
-            one.resolve(RemotePrefill(failure=reason))
+        for asked in self._pending.values():
+            asked.resolve(RemotePrefill(failure=reason))
 
     async def _next(self, link: Link) -> Answer:
         """The worker's next message, at most `silence_s` after the last one."""
@@ -161,19 +161,19 @@ class PrefillClient:
             if report.failure:
                 raise PeerLostError(report.failure)
             self._retry_s = FIRST_RETRY_S
-            one = self._pending.pop(answer.number, None)  # None: it was cancelled, and sent all the same
-            if one is not None:
+            asked = self._pending.pop(answer.number, None)  # None: it was cancelled, and sent all the same
+            if asked is not None:
                 failure = ""
                 if report.other_key.prefixes:
                     failure = "the prefill worker hashes salts under another key"
                 elif report.left_out.states:
                     failure = "the cache has no room for it"
-                took_s = computed_s - one.asked_s, time.perf_counter() - computed_s
-                one.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
+                took_s = computed_s - asked.asked_s, time.perf_counter() - computed_s
+                asked.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
         elif isinstance(answer, messages.Refused):
-            one = self._pending.pop(answer.number, None)
-            if one is not None:
-                one.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
+            asked = self._pending.pop(answer.number, None)
+            if asked is not None:
+                asked.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
         elif isinstance(answer, messages.End):
             raise PeerLostError(answer.reason)
 

@@ -72,8 +72,8 @@ class PrefillWorker:
         self._timeout_s = real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._sessions: dict[bytes, PrefillSession] = {}
         context = engine.context
-        most_slots = max(1, context.prefix_cache.pins.max_slots)
-        self._room = PromptRoom(context.admission.most_blocks, most_slots, engine.config.block_size_tokens)
+        num_prompts = max(1, context.prefix_cache.pins.max_slots)
+        self._room = PromptRoom(context.admission.max_blocks, num_prompts, engine.config.block_size_tokens)
 
     async def serve(self) -> None:
         """Serve until the task is cancelled.

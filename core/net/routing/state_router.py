@@ -110,9 +110,9 @@ class StateRouter:
         def cost(load: ReplicaLoad) -> tuple[float, float, float]:
             tokens = recent[load.replica]
             computed = request.num_tokens - depths.get(load.replica, 0) * size
-            queued = load.num_requests * mean_request
+            waiting = load.num_requests * mean_request
             excess = self._recent.filled * max(0.0, tokens - tolerated)
-            return computed + queued + excess, tokens, self._draws.random()
+            return computed + waiting + excess, tokens, self._draws.random()
 
         order = [load.replica for load in sorted(loads, key=cost)]
         self._note(request, order[0], depths.get(order[0], 0))

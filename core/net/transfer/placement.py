@@ -84,8 +84,8 @@ class Placement:
         try:
             self._reserve(placed)
         except MambaSlotCapacityError as error:  # where states and KV share memory, blocks took that of slots
-            for one in reversed(placed[error.available :]):
-                self._give_back(*one)
+            for place in reversed(placed[error.available :]):
+                self._give_back(*place)
             self._reserve(placed[: error.available])
 
     def _reserve(self, placed: Sequence[tuple[int, list[int]]]) -> None:

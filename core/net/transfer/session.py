@@ -187,7 +187,8 @@ class Source(Session[Address]):
         first = self._endpoint(0)
         points = [first, *(self._endpoint(rank) for rank in range(1, first.ranks))]
         wanted = [endpoint.address for endpoint in points]
-        self.disconnect(key for key, one in self.peers.items() if key not in wanted or not one.is_connected())
+        peers = self.peers.items()
+        self.disconnect(key for key, peer in peers if key not in wanted or not peer.is_connected())
         for rank, address in enumerate(wanted):
             name = f"rank {rank} of the destination"
             if address not in self.peers:
@@ -371,7 +372,9 @@ class Destination(Session[bytes]):
                 self._offers[message.rank] = connection, message
             elif connection in self.peers:
                 if isinstance(message, Refusal):
-                    self._offers = {rank: one for rank, one in self._offers.items() if one[0] != connection}
+                    self._offers = {
+                        rank: made for rank, made in self._offers.items() if made[0] != connection
+                    }
                 self.peers[connection].take(message, payload)
 
     def pump(self, peer: Peer, timeout_s: float) -> None:

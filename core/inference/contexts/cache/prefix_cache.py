@@ -364,10 +364,10 @@ class PrefixCache:
 
     def note_refused(self, step: PathStep) -> None:
         """Note the states of a step that got no slot while its tokens were unknown."""
-        for one in step.boundaries:
-            key = step.key_at(one.position)
-            if one.position not in step.destinations and key not in self.tree.state_block_of_key:
-                self.slots.note_refused(planned_state(step, one, key))
+        for boundary in step.boundaries:
+            key = step.key_at(boundary.position)
+            if boundary.position not in step.destinations and key not in self.tree.state_block_of_key:
+                self.slots.note_refused(planned_state(step, boundary, key))
 
     def release_reserved(self, step: PathStep) -> None:
         """Free the slots that were reserved for the states of a step whose results are not kept."""
