@@ -49,12 +49,24 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(context, *args, **kwargs)
+        planned = self._planned  # which the host and its tests read and write by the host's names
+        self._intermediate_offsets_cpu, self._intermediate_counts_cpu = planned.offsets, planned.counts
+        self._intermediate_block_ids_cpu = planned.inner_blocks
+        self._eos_cache_block_id_cpu = planned.end_blocks
         self.answers = AnswerStates(context, self.slots, self._plan) if self.settings.cache_answers else None
         self._record, tree = record_of(context), self.slots.tree
         self._record.turnover = tree.state_turnover = self._record.turnover or tree.state_turnover
         self.num_dropped = self._record.dropped
         self._restore_pins: list[int] = []
         self._backup: ConvAndSsm | None = None
+
+    @property
+    def _has_intermediates(self) -> bool:
+        return self._planned.any
+
+    @_has_intermediates.setter
+    def _has_intermediates(self, value: bool) -> None:
+        self._planned.any = value
 
     def _policy(self) -> PolicyChoice:
         """What `install` was called with, else the host's; "ref_zero", about KV blocks, counts as "lru"."""

@@ -8,4 +8,5 @@ input_pages                          inputs of decodes by replay
 tier_copies, state_files             the bytes of the tiers: pinned host memory, and files
 dynamic_context                      all of it: schedule, begin_step, end_step
 mamba_slot_allocator, host_context   states for another engine, with a KV cache of its own, and its settings
+planned_states                       which states a step of that engine writes, and where
 """

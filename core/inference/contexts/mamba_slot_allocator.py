@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from operator import countOf
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,13 +24,12 @@ from ...validation import (
 )
 from ..kernels.operands import ConvAndSsm
 from ..kernels.state_copy import copy_states
-from .cache.checkpoint_plan import KINDS_BY_WORTH, CheckpointPlan, checked_boundaries
+from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
 from .cache.eviction import PolicyChoice, checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
 from .host_context import HostTree, block_count, size_of
-
-_MAX_OFFSETS = 3  # a request's, as megatron-core sizes its scratch
+from .planned_states import PlannedStates
 
 
 class WrittenState(NamedTuple):
@@ -125,19 +123,9 @@ class MambaSlotAllocator:
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
         scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
         self.intermediate_conv_out, self.intermediate_ssm_out = scratch
-        self._has_intermediates = False
-        self._planned_rows: set[int] = set()  # those of the tensors below that are not clear
-        self._worth: dict[int, int] = {}  # block -> rank of the kind of its planned boundary, 0 the worthiest
-        self.num_dropped = 0
         rows = size_of(context, "max_requests")
-        self._offsets, self._counts = np.zeros((rows, _MAX_OFFSETS), np.int32), np.zeros(rows, np.int32)
-        self._intermediate_blocks = np.full_like(self._offsets, -1)
-        self._end_blocks = np.full_like(self._counts, -1)
-        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-            self._intermediate_offsets_cpu = torch.from_numpy(self._offsets)  # numpy writes it faster
-            self._intermediate_counts_cpu = torch.from_numpy(self._counts)
-            self._intermediate_block_ids_cpu = torch.from_numpy(self._intermediate_blocks)
-            self._eos_cache_block_id_cpu = torch.from_numpy(self._end_blocks)
+        self._planned = PlannedStates(rows, self.max_intermediate_count, self._grid, self._block_size)
+        self.num_dropped = 0
         if isinstance(kv, KVBlockAllocator):
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
@@ -387,7 +375,7 @@ class MambaSlotAllocator:
         `matched_block_ids` and `overall_required_blocks` are megatron-core's arguments, and not used.
         """
         context, block = self.context, self._block_size
-        row = integer("current_id", current_id, 0, len(self._intermediate_counts_cpu) - 1)
+        row = integer("current_id", current_id, 0, self._planned.num_rows - 1)
         try:
             finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
         except (AttributeError, TypeError, ValueError) as error:
@@ -398,33 +386,15 @@ class MambaSlotAllocator:
         start = finished + integer("skip_tokens", skip_tokens, 0)
         stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, longest)
         num_matched_blocks = integer("num_matched_blocks", num_matched_blocks, 0)
-        if row in self._planned_rows:
-            self._clear_rows(slice(row, row + 1))
+        self._planned.clear_row(row)
         if not getattr(req, "precomputed_block_hashes", True) or stop // block <= start // block:
             return
         branch_tokens = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
         branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
         boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
-        if not boundaries:
-            return
-        self._planned_rows.add(row)
-        blocks = context.request_to_kv_block_ids[row].tolist()
-        inside = [b.position for b in boundaries if b.position < stop]
-        on_grid = [position for position in inside if (position - start) % self._grid == 0]
-        num_free = self.max_intermediate_count - int(self._counts.sum())
-        chosen = sorted(on_grid[: max(0, min(_MAX_OFFSETS, num_free))])
-        self.num_dropped += len(inside) - len(chosen)
-        for column, position in enumerate(chosen):
-            self._offsets[row, column] = position - start
-            self._intermediate_blocks[row, column] = blocks[position // block - 1]
-        self._counts[row] = len(chosen)
-        if any(b.position == stop for b in boundaries):
-            self._end_blocks[row] = blocks[stop // block - 1]
-            self._has_intermediates = True
-        self._has_intermediates |= bool(chosen)
-        for boundary in boundaries:
-            worth = KINDS_BY_WORTH.index(boundary.kind)
-            self._worth[blocks[boundary.position // block - 1]] = worth
+        if boundaries:
+            blocks = context.request_to_kv_block_ids[row].tolist()
+            self.num_dropped += self._planned.add(row, start, stop, boundaries, blocks)
 
     def _shared_tokens(self, req: Any, num_known: int) -> int:
         """Leading tokens, more than `num_known` blocks, that waiting requests share; 0 for none."""
@@ -438,9 +408,9 @@ class MambaSlotAllocator:
     def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Offsets [prefills, width] and counts [prefills], int32 on the CPU; (None, None) without a plan."""
         rows = self._prefill_rows()
-        if not self._has_intermediates or rows.start == rows.stop:
+        if not self._planned.any or rows.start == rows.stop:
             return None, None
-        return self._intermediate_offsets_cpu[rows], self._intermediate_counts_cpu[rows]
+        return self._planned.offsets[rows], self._planned.counts[rows]
 
     # ---- after the step
 
@@ -458,7 +428,7 @@ class MambaSlotAllocator:
 
     def _commit(self, states: list[WrittenState]) -> None:
         """Copy and commit the states, those in scratch first, as far as slots go."""
-        by_worth = sorted(states, key=lambda state: self._worth.get(state.block, 0))
+        by_worth = sorted(states, key=lambda state: self._planned.worth.get(state.block, 0))
         count = min(len(states), self.slots.num_available) if states else 0
         self.slots.tree.note_refused([state.key for state in by_worth[count:]])
         if not count:
@@ -478,18 +448,11 @@ class MambaSlotAllocator:
 
     def _written_states(self) -> list[WrittenState]:
         """The states at the step's planned boundaries whose blocks have none yet, those in scratch first."""
-        context, rows = self.context, self._prefill_rows()
+        metadata, rows = self.context.mamba_metadata, self._prefill_rows()
         if rows.start == rows.stop:
             return []
-        places: list[tuple[int, int, bool]] = []
-        if context.mamba_metadata.intermediate_count > 0:
-            planned = self._intermediate_blocks[rows].tolist()
-            counts = context.mamba_metadata.per_request_intermediate_counts
-            in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
-            places += ((block, row, True) for row, block in enumerate(in_order))
-        ends = enumerate(self._end_blocks[rows].tolist(), rows.start)
-        places += ((block, row, False) for row, block in ends)
-        places = [place for place in places if place[0] >= 0]  # a host may have cleared rows
+        counts = metadata.per_request_intermediate_counts if metadata.intermediate_count > 0 else ()
+        places = self._planned.places(rows, counts)
         if not places:
             return []
         keys = self._keys_of([block for block, *_ in places])
@@ -505,13 +468,7 @@ class MambaSlotAllocator:
         copy_states(self._scratch, src_offsets, self._durable, slots)
 
     def _clear_intermediate_state(self) -> None:
-        self._clear_rows(self._prefill_rows())
-        self._has_intermediates = False
-
-    def _clear_rows(self, rows: slice) -> None:
-        self._offsets[rows], self._counts[rows] = 0, 0
-        self._intermediate_blocks[rows], self._end_blocks[rows] = -1, -1
-        self._planned_rows.difference_update(range(*rows.indices(len(self._counts))))
+        self._planned.clear_rows(self._prefill_rows())
 
     # ---- reset and checks
 
@@ -521,9 +478,7 @@ class MambaSlotAllocator:
         self._clear_planned()
 
     def _clear_planned(self) -> None:
-        self._clear_rows(slice(None))
-        self._worth.clear()
-        self._has_intermediates = False
+        self._planned.clear()
         for tensor in self._scratch:
             tensor.zero_()
 

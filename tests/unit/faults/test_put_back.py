@@ -226,7 +226,7 @@ FAULTS = {
         "fault_16",
         (
             (
-                CONTEXTS + "mamba_slot_allocator.py",
+                CONTEXTS + "planned_states.py",
                 "if any(b.position == stop for b in boundaries):",
                 "if False:",
             ),
