@@ -14,6 +14,7 @@ from .validation import (
     integer,
     one_of,
     real,
+    refused,
     set_field,
     shown,
 )
@@ -176,7 +177,7 @@ class InferenceConfig:
             return
         pair = self.disk_cache
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-            raise ValueError(f"disk_cache is {shown(pair)}; accepted: a directory and GB, or None")
+            raise refused("disk_cache", pair, "a directory and GB, or None")
         if not self.host_cache_gb:
             raise ValueError(
                 f"disk_cache is {pair}; accepted: None where host_cache_gb is 0.0, because files are read "
@@ -262,7 +263,7 @@ def parse_plan(spec: str) -> CheckpointPlan:
             raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
         for each in names:
             if each in settings:
-                raise ValueError(f"plan is {spec!r}; accepted: {each} once")
+                raise refused("plan", spec, f"{each} once")
             settings[each] = value
     return CheckpointPlan(**settings)  # type: ignore[arg-type]
 

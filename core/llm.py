@@ -14,7 +14,7 @@ from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream
 from .loaded_model import LoadedModel, load
 from .request import RequestResult, SamplingParams
-from .validation import shown
+from .validation import refused
 
 Messages = Sequence[Mapping[str, Any]]
 TextOrTokens = str | Sequence[int] | torch.Tensor
@@ -101,7 +101,7 @@ class LLM:
         if _is_one(prompts):
             return self._answers([self._tokens(prompts)], chosen)[0]
         if not isinstance(prompts, Sequence):
-            raise ValueError(f"prompts is {shown(prompts)}; accepted: text, token ids, or a list of them")
+            raise refused("prompts", prompts, "text, token ids, or a list of them")
         return self._answers([self._tokens(prompt) for prompt in prompts], chosen)
 
     def chat(

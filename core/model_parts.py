@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .validation import INT32_MAX, check_fields, instance, integer, set_field, shown
+from .validation import INT32_MAX, check_fields, instance, integer, refused, set_field
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StateSplit:
     def __post_init__(self) -> None:
         instance("layers", self.layers, Part)
         if not isinstance(self.segments, Sequence) or not self.segments:
-            raise ValueError(f"segments is {shown(self.segments)}; accepted: one or more StateSegments")
+            raise refused("segments", self.segments, "one or more StateSegments")
         set_field(self, "segments", tuple(self.segments))
         for index, segment in enumerate(self.segments):
             instance(f"segments[{index}]", segment, StateSegment)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .devices import on_device_of
-from .validation import boolean, instance, shown
+from .validation import boolean, instance, refused
 
 _LOOK_S = 0.25
 """So often a thread that waits in a collective of gloo looks whether the groups were aborted."""
@@ -49,9 +49,7 @@ class ParallelGroups:
         boolean("ordered_sums", self.ordered_sums)
         for name, group in (("tensor", self.tensor), ("pipeline", self.pipeline)):
             if group is not None and not isinstance(group, ProcessGroup):
-                raise ValueError(
-                    f"{name} is {shown(group)}; accepted: a process group that this rank is in, or None"
-                )
+                raise refused(name, group, "a process group that this rank is in, or None")
         if self.tensor is not None and self.pipeline is not None:
             both = set(dist.get_process_group_ranks(self.tensor))
             both &= set(dist.get_process_group_ranks(self.pipeline))

@@ -13,8 +13,8 @@ from .validation import (
     integer,
     integers,
     real,
+    refused,
     set_field,
-    shown,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SamplingParams:
         )  # fmt: skip
         check_fields(self, boolean, ignore_eos=(), return_log_probs=(), skip_prompt_log_probs=())
         if self.top_p == 0.0:
-            raise ValueError(f"top_p is {self.top_p!r}; accepted: greater than 0, at most 1")
+            raise refused("top_p", self.top_p, "greater than 0, at most 1")
         set_field(self, "stop_token_ids", tuple(integers("stop_token_ids", self.stop_token_ids, 0)))
         self._check_biases()
         greedy = self.temperature == 0.0 or self.top_k == 1
@@ -126,9 +126,7 @@ class SamplingParams:
         try:
             pairs = sorted(dict(self.logit_bias).items())
         except (TypeError, ValueError):
-            raise ValueError(
-                f"logit_bias is {shown(self.logit_bias)}; accepted: token ids -> numbers from -100 to 100"
-            ) from None
+            raise refused("logit_bias", self.logit_bias, "token ids -> numbers from -100 to 100") from None
         tokens = integers("logit_bias", [token for token, _ in pairs], 0)
         biases = [real("logit_bias", bias, -100.0, 100.0) for _, bias in pairs]
         set_field(self, "logit_bias", tuple(zip(tokens, biases, strict=True)))

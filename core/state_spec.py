@@ -19,8 +19,8 @@ from .validation import (
     integer,
     integers,
     one_of,
+    refused,
     set_field,
-    shown,
 )
 
 ALIGNMENT = 128
@@ -88,7 +88,7 @@ class StateTensor:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise ValueError(f"name is {shown(self.name)}; accepted: a name such as 'conv' or 'ssm'")
+            raise refused("name", self.name, "a name such as 'conv' or 'ssm'")
         check_fields(self, integer, num_layers=(0, INT32_MAX), grid=(1, INT32_MAX))
         check_fields(self, float_dtype, dtype=())
         check_fields(self, one_of, coarsest=(get_args(Coarsest),))
@@ -96,14 +96,12 @@ class StateTensor:
         if not isinstance(self.inputs, Sequence) or not all(
             isinstance(item, InputTensor) for item in self.inputs
         ):
-            raise ValueError(f"inputs is {shown(self.inputs)}; accepted: InputTensors")
+            raise refused("inputs", self.inputs, "InputTensors")
         set_field(self, "inputs", tuple(self.inputs))
         if self.coarsest == "int8":
             check_fields(self, integer, scale_axis=(1, len(self.shape) - 1))
         elif self.scale_axis is not None:
-            raise ValueError(
-                f"scale_axis is {shown(self.scale_axis)}; accepted: None unless coarsest is 'int8'"
-            )
+            raise refused("scale_axis", self.scale_axis, "None unless coarsest is 'int8'")
         if self.split is not None:
             instance("split", self.split, StateSplit)
             here = self.split.layers.count, sum(segment.size for segment in self.split.segments)
@@ -224,7 +222,7 @@ class HybridStateSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.states, Sequence):
-            raise ValueError(f"states is {shown(self.states)}; accepted: a sequence of StateTensor")
+            raise refused("states", self.states, "a sequence of StateTensor")
         set_field(self, "states", tuple(self.states))
         for index, tensor in enumerate(self.states):
             instance(f"states[{index}]", tensor, StateTensor)

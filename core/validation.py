@@ -202,6 +202,11 @@ def addressable(name: str, value: object, shape: Sequence[int], dtype: "torch.dt
 # ---- how values are printed
 
 
+def refused(name: str, value: object, accepted: str) -> ValueError:
+    """The error for a bad argument: `refused("seed", -1, "0 or more")`: "seed is -1; accepted: 0 or more"."""
+    return ValueError(f"{name} is {shown(value)}; accepted: {accepted}")
+
+
 def shown(value: object) -> str:
     """`repr(value)`, or the type where `repr` raises (e.g. for an int of thousands of digits)."""
     try:

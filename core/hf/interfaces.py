@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..model_parts import Part
 from ..models.layer_steps import attend
-from ..validation import shown
+from ..validation import refused
 from .current_step import CurrentStep
 
 ATTENTION_NAME = "mambaslots"  # the `attn_implementation` of served models
@@ -42,7 +42,7 @@ def attention_forward(
     }
     for name, asked in unserved.items():
         if asked is not None:
-            raise ValueError(f"{name} of {type(module).__name__} is {shown(asked)}; accepted: None")
+            raise refused(f"{name} of {type(module).__name__}", asked, "None")
     paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged(queries, keys, values, scaling)[None], None

@@ -16,7 +16,7 @@ import torch
 from ..config import shown_plan
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
-from ..validation import boolean, instance, shown
+from ..validation import boolean, instance, refused, shown
 from ..version import VERSION
 from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
 from .built_contexts import built_contexts, recording_build, recording_queue, refuse_to_serve
@@ -122,7 +122,7 @@ def install(
     if eviction is not None:
         eviction = checked_policy("eviction", eviction)
         if isinstance(eviction, EvictionPolicy):
-            raise ValueError(f"eviction is {shown(eviction)}; accepted: its class, called for each context")
+            raise refused("eviction", eviction, "its class, called for each context")
     boolean("cache_answers", cache_answers)
     settings, version = Settings(plan, eviction, cache_answers), _host_version()
     name = version.partition("+")[0]

@@ -9,7 +9,7 @@ from ..inference.kernels.operands import compute_dtype
 from ..model_parts import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
-from ..validation import INT32_MAX, float_dtype, integer, real, shown
+from ..validation import INT32_MAX, float_dtype, integer, real, refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,7 @@ class HybridConfig:
             object.__setattr__(self, name, real(name, getattr(self, name), lower_bound))
         float_dtype("dtype", self.dtype)
         if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("MGC*-"):
-            raise ValueError(
-                f"pattern is {shown(self.pattern)}; accepted: one or more of 'M', 'G', 'C', '*' and '-'"
-            )
+            raise refused("pattern", self.pattern, "one or more of 'M', 'G', 'C', '*' and '-'")
         for name, divisor in (
             ("mamba_num_heads", "mamba_num_groups"),
             ("delta_num_value_heads", "delta_num_key_heads"),
@@ -144,9 +142,7 @@ class HybridConfig:
                     f"{name} is {total}; accepted: a multiple or a divisor of the {size} ranks {of}"
                 )
         if len(self.pattern) < stages:
-            raise ValueError(
-                f"pattern is {self.pattern!r}; accepted: at least one layer for each of {stages} stages"
-            )
+            raise refused("pattern", self.pattern, f"at least one layer for each of {stages} stages")
         layers, kv_heads = self.layers_of("*", groups), self.part_of("num_kv_heads", groups)
         return ModelShard(attention_layers=layers, kv_heads=kv_heads)
 

@@ -16,7 +16,7 @@ from ..inference.contexts.request import DynamicInferenceRequest, ScheduledReque
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
-from ..validation import instance, shown
+from ..validation import instance, refused
 from ..version import VERSION
 from .advice import MissWatch
 from .figures import MonitorFigures, RequestRecord, Series, Tenants
@@ -64,7 +64,7 @@ class Monitor:
         self.engine = instance("engine", engine, DynamicInferenceEngine)
         self.model_name = instance("model_name", model_name, str)
         if trace is not None and not callable(trace):
-            raise ValueError(f"trace is {shown(trace)}; accepted: a callable of one str, or None")
+            raise refused("trace", trace, "a callable of one str, or None")
         self._trace = trace
         self._clock = clock
         self._lock = threading.Lock()

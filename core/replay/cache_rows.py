@@ -13,7 +13,7 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES, checked_policy
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..state_spec import HybridStateSpec, StateTensor
-from ..validation import instance
+from ..validation import instance, refused
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
@@ -114,7 +114,7 @@ class PolicyRow:
             own = _own("policy", self.policy)
             if own is None and self.policy not in EVICTION_POLICIES:
                 names = ", ".join(map(repr, EVICTION_POLICIES))
-                raise ValueError(f"policy is {self.policy!r}; accepted: one of {names}, or FILE.py:Class")
+                raise refused("policy", self.policy, f"one of {names}, or FILE.py:Class")
             chosen = self.policy if own is None else own
             changes["eviction_policy"] = checked_policy("policy", chosen)
         if self.plan is not None:
@@ -136,14 +136,14 @@ def _own(what: str, text: str) -> object:
         return None
     path = Path(f"{file}.py")
     if not path.is_file():
-        raise ValueError(f"{what} is {text!r}; accepted: FILE.py:Class with a file that is there")
+        raise refused(what, text, "FILE.py:Class with a file that is there")
     try:
         chosen = runpy.run_path(str(path)).get(name)
         if isinstance(chosen, type):
             return chosen()
     except Exception as error:
         raise ValueError(f"{what} is {text!r}, which raises {type(error).__name__}: {error}") from error
-    raise ValueError(f"{what} is {text!r}; accepted: a class of {path}")
+    raise refused(what, text, f"a class of {path}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ..validation import (
     instance,
     integer,
     real,
+    refused,
     set_field,
     shown,
 )
@@ -65,7 +66,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name in ("model_name", "host"):
             if not instance(name, getattr(self, name), str).strip():
-                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: a string that is not empty")
+                raise refused(name, getattr(self, name), "a string that is not empty")
         check_fields(self, integer, port=(0, 65535), max_waiting_requests=(1, INT32_MAX))
         check_fields(self, integer, or_none=True, max_body_bytes=(1, INT32_MAX))
         positive = 0.001, LONGEST_TIMEOUT_S
@@ -75,7 +76,7 @@ class ServerSettings:
         for name, example in (("allowed_origins", "https://chat.example"), ("allowed_hosts", "chat.example")):
             given = getattr(self, name)
             if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):
-                raise ValueError(f"{name} is {shown(given)}; accepted: a list of strings")
+                raise refused(name, given, "a list of strings")
             for entry in given:
                 fits = isinstance(entry, str) and entry and ("://" in entry) == ("://" in example)
                 if entry != "*" and (not fits or ("/" in entry and "://" not in entry)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import ModelFolderError, read_object
-from ..validation import integers, shown
+from ..validation import integers, refused
 from .chat import Cut
 
 _FILE = "tokenizer.json"
@@ -28,9 +28,9 @@ class ByteTokenizer:
 
     def __init__(self, special_tokens: Mapping[str, int], byte_ids: Sequence[int] = range(256)) -> None:
         if not isinstance(special_tokens, Mapping):
-            raise ValueError(f"special_tokens is {shown(special_tokens)}; accepted: a mapping of name to id")
+            raise refused("special_tokens", special_tokens, "a mapping of name to id")
         if not all(isinstance(name, str) and name for name in special_tokens):
-            raise ValueError(f"special_tokens is {special_tokens!r}; accepted: names that are not empty")
+            raise refused("special_tokens", special_tokens, "names that are not empty")
         bytes_first = integers("byte_ids", byte_ids, 0)
         others = integers("ids of special_tokens", [*special_tokens.values()], 0)
         if len(bytes_first) != 256 or len({*bytes_first, *others}) != 256 + len(special_tokens):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...validation import INT32_MAX, integer, shown
+from ...validation import INT32_MAX, integer, refused
 from .cache.kv_block_allocator import KVBlockAllocator
 from .cache.prefix_tree import PrefixTree
 
@@ -32,11 +32,8 @@ def block_count(context: object) -> int:
     """The number of KV blocks of a host; a ValueError for an object that is no host."""
     kv = getattr(context, "kv_block_allocator", None)
     if kv is None:
-        raise ValueError(f"context is {shown(context)}; accepted: a host that has a kv_block_allocator")
+        raise refused("context", context, "a host that has a kv_block_allocator")
     name = next((name for name in ("total_count", "pool_size") if hasattr(kv, name)), "")
     if not name or not (isinstance(kv, KVBlockAllocator) or hasattr(kv, "block_hashes")):
-        raise ValueError(
-            f"context.kv_block_allocator is {shown(kv)}; accepted: what has block_hashes, and total_count or "
-            "pool_size"
-        )
+        raise refused("context.kv_block_allocator", kv, "what has block_hashes, and total_count or pool_size")
     return integer(f"context.kv_block_allocator.{name}", getattr(kv, name), 0, INT32_MAX)

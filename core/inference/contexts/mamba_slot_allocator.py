@@ -20,7 +20,7 @@ from ...validation import (
     integers,
     ints_within,
     numbers,
-    shown,
+    refused,
 )
 from ..kernels.operands import ConvAndSsm
 from ..kernels.state_copy import copy_states
@@ -289,7 +289,7 @@ class MambaSlotAllocator:
         try:
             slots = [slot_of_block[block] for block in blocks]
         except KeyError:
-            raise ValueError(f"block_ids is {shown(block_ids)}; accepted: blocks with a slot") from None
+            raise refused("block_ids", block_ids, "blocks with a slot") from None
         self.slots.register(blocks, slots, keys)
 
     # ---- states
@@ -379,9 +379,7 @@ class MambaSlotAllocator:
         try:
             finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
         except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"req is {shown(req)}; accepted: what has prompt_tokens and finished_chunk_token_count"
-            ) from error
+            raise refused("req", req, "what has prompt_tokens and finished_chunk_token_count") from error
         longest = context.request_to_kv_block_ids.shape[1] * block - finished
         start = finished + integer("skip_tokens", skip_tokens, 0)
         stop = finished + integer("prefill_chunk_length", prefill_chunk_length, 0, longest)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
-from ...validation import as_list, instance, integer, integers, shown
+from ...validation import as_list, instance, integer, integers, refused, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -171,7 +171,7 @@ def _is_number(value: object) -> bool:
 def checked_prompt(name: str, prompt: Prompt, vocab_size: int) -> list[int]:
     """`prompt` as a list of token ids within the vocabulary, perhaps empty; else a ValueError."""
     if isinstance(prompt, (str, bytes)):
-        raise ValueError(f"{name} is {shown(prompt)}; accepted: a list of token ids: tokenize text first")
+        raise refused(name, prompt, "a list of token ids: tokenize text first")
     return integers(name, prompt, 0, vocab_size - 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import QueueFullError
 from ...request import RequestResult, SamplingParams
-from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, shown
+from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt
 from .dynamic_engine import DynamicInferenceEngine
@@ -272,9 +272,7 @@ class AsyncEngine:
             RuntimeError: `close` was called, or this is another event loop.
         """
         if not callable(function) or inspect.iscoroutinefunction(function):
-            raise ValueError(
-                f"function is {shown(function)}; accepted: a function of the engine, no coroutine"
-            )
+            raise refused("function", function, "a function of the engine, no coroutine")
         thread = self._usable("call")
         reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         thread.post(partial(thread.call, function), reply)

@@ -12,7 +12,7 @@ from ...cache_stats import EngineStats
 from ...config import InferenceConfig
 from ...progress import ProgressBar
 from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
-from ...validation import INT64_MAX, boolean, instance, integer, one_of, shown
+from ...validation import INT64_MAX, boolean, instance, integer, one_of, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -61,7 +61,7 @@ class DynamicInferenceEngine:
                 engines with the same seed and the same order of requests give the same answers.
         """
         if not callable(model) or isinstance(model, type) or not callable(getattr(model, "state_spec", None)):
-            raise ValueError(f"model is {shown(model)}; accepted: a callable that has `state_spec()`")
+            raise refused("model", model, "a callable that has `state_spec()`")
         self.model = model
         instance("config", config, InferenceConfig)
         seed = integer("seed", seed, 0, INT64_MAX)
@@ -472,9 +472,7 @@ class DynamicInferenceEngine:
             changed = bool(version != self.core.weights_version)
             bool(version == version)  # the next version must be comparable with this one
         except (TypeError, ValueError, RuntimeError) as error:  # for example of an array
-            raise ValueError(
-                f"version is {shown(version)}; accepted: what compares with the version before as a whole"
-            ) from error
+            raise refused("version", version, "what compares with the version before as a whole") from error
         if changed:
             self._apply("set_weights_version", version)
 

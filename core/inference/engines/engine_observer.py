@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...request import RequestResult
-from ...validation import brief_repr, shown
+from ...validation import brief_repr, refused, shown
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Observers:
     def remove(self, observer: EngineObserver) -> None:
         others = tuple(known for known in self.known if known is not observer)
         if len(others) == len(self.known):
-            raise ValueError(f"observer is {shown(observer)}; accepted: one that observes this engine")
+            raise refused("observer", observer, "one that observes this engine")
         self.known = others
 
     def notify_ended(self) -> None:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
-from ...validation import float_dtype, shown
+from ...validation import float_dtype, refused
 from .torch_kernels import KernelSet
 
 _REFERENCE = KernelSet()
@@ -28,7 +28,7 @@ def kernel_set(device: torch.device, dtype: torch.dtype) -> KernelSet:
         ValueError: `device` is no torch.device, or `dtype` none in which weights can be computed.
     """
     if not isinstance(device, torch.device):
-        raise ValueError(f"device is {shown(device)}; accepted: a torch.device")
+        raise refused("device", device, "a torch.device")
     if float_dtype("dtype", dtype) == torch.float64 or device.type != "cuda":
         return _REFERENCE
     try:

@@ -20,7 +20,7 @@ from ...inference.engines.engine_core import CoreCall, signals_deferred
 from ...inference.engines.engine_thread import thread_over
 from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
-from ...validation import LONGEST_TIMEOUT_S, real, shown
+from ...validation import LONGEST_TIMEOUT_S, real, refused
 from ..all_ranks import RankDiedError
 from .messages import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
 from .rank_connections import RankConnections
@@ -251,7 +251,7 @@ class LeadingEngine(DynamicInferenceEngine):
             Exception: what the function raises here.
         """
         if not callable(function):
-            raise ValueError(f"function is {shown(function)}; accepted: a function of the engine")
+            raise refused("function", function, "a function of the engine")
         self.ensure_usable("call_on_all")
         if self._followers is None:
             return function(self, *arguments)

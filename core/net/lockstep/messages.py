@@ -15,7 +15,7 @@ from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall
 from ...request import SamplingParams
-from ...validation import shown
+from ...validation import refused, shown
 
 
 class _Call(msgspec.Struct, frozen=True, array_like=True):
@@ -242,9 +242,7 @@ def name_of(argument: str, thing: Callable[..., Any]) -> str:
     except (ImportError, AttributeError):
         is_found = False
     if not is_found:
-        raise ValueError(
-            f"{argument} is {shown(thing)}; accepted: what other ranks can import by its name, from a module"
-        )
+        raise refused(argument, thing, "what other ranks can import by its name, from a module")
     return name
 
 

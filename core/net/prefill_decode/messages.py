@@ -13,7 +13,7 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import shown
+from ...validation import refused
 from ..channel import PeerLostError
 from ..transfer.hand_over import TransferChannel
 
@@ -74,7 +74,7 @@ EngineCall = Callable[[Callable[[DynamicInferenceEngine], Any]], Awaitable[Any]]
 def address_key(name: str) -> str:
     """Where in the store a prefill worker writes its address; ValueError for what is no name."""
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"name is {shown(name)}; accepted: a printable str that names the prefill worker")
+        raise refused("name", name, "a printable str that names the prefill worker")
     return f"mambaslots/prefill/{name}"
 
 

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from ...validation import INT64_MAX, shown
+from ...validation import INT64_MAX, refused
 
 _LARGEST = (1 << 64) - 1
 
@@ -34,15 +34,15 @@ class StateEvents(Struct, frozen=True, array_like=True, tag="state-events-2", fo
 
     def __post_init__(self) -> None:
         if not self.replica or not self.replica.isprintable():
-            raise ValueError(f"replica is {shown(self.replica)}; accepted: a printable name")
+            raise refused("replica", self.replica, "a printable name")
         for name in ("epoch", "sequence"):
             if not 0 <= getattr(self, name) <= _LARGEST:
-                raise ValueError(f"{name} is {shown(getattr(self, name))}; accepted: from 0 to 2**64 - 1")
+                raise refused(name, getattr(self, name), "from 0 to 2**64 - 1")
         if self.is_snapshot and self.removed:
             raise ValueError(f"removed has {len(self.removed)} hashes; accepted: none in a snapshot")
         keys = self.inserted + self.removed
         for key in (min(keys), max(keys)) if keys else ():
             if not 0 < key <= INT64_MAX:
-                raise ValueError(f"a hash is {shown(key)}; accepted: from 1 to 2**63 - 1")
+                raise refused("a hash", key, "from 1 to 2**63 - 1")
         if len(set(keys)) < len(keys):
             raise ValueError("a hash is named twice; accepted: distinct hashes")

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from ...validation import shown
+from ...validation import refused
 from .state_events import StateEvents
 
 
@@ -30,13 +30,13 @@ class StatePublisher:
         context = getattr(source, "context", source)
         cache = getattr(context, "prefix_cache", None)
         if cache is None:
-            raise ValueError(f"source is {shown(source)}; accepted: an engine or a context")
+            raise refused("source", source, "an engine or a context")
         rank = context.spec.groups.rank if hasattr(context, "spec") else 0
         if rank:
             raise ValueError(f"source is of rank {rank}; accepted: rank 0, which speaks for the others")
         self.replica = StateEvents(replica, 0, 0).replica if isinstance(replica, str) else ""
         if not self.replica:
-            raise ValueError(f"replica is {shown(replica)}; accepted: a str that is not empty")
+            raise refused("replica", replica, "a str that is not empty")
         self._tree = cache.tree
         self._epoch = time.time_ns()  # larger than that of an earlier process with this replica's name
         self._sequence = -1

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain, salt_bytes
 from ...inference.contexts.states import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import instance, integers, shown
+from ...validation import instance, integers, refused
 from ..all_ranks import Attempt, Notes, attempt
 from .format import KV, PrefixForest, PrefixFormat, segments_of, shard_of
 from .shard import PrefixShard
@@ -129,7 +129,7 @@ def chosen_states(
     if prefixes is None:
         return state_slots
     if not isinstance(prefixes, Iterable):
-        raise ValueError(f"prefixes is {shown(prefixes)}; accepted: a list of (tokens, salt), or None")
+        raise refused("prefixes", prefixes, "a list of (tokens, salt), or None")
     chosen: set[int] = set()
     for index, prefix in enumerate(prefixes):
         found = [block for block in _path_of(access, index, prefix) if block in state_slots]
@@ -147,7 +147,7 @@ def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
             block, _ = access.kv_blocks.tree.content_of(block)
         return path[::-1]
     if not isinstance(prefix, tuple) or len(prefix) != 2:
-        raise ValueError(f"prefixes[{index}] is {shown(prefix)}; accepted: (tokens, salt), or a hash")
+        raise refused(f"prefixes[{index}]", prefix, "(tokens, salt), or a hash")
     tokens, salt = prefix
     root = access.engine.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
     chain = PrefixHashChain(access.block_size_tokens, root)

@@ -15,7 +15,7 @@ import msgspec
 
 from ...files import read_regular, replacing
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import shown
+from ...validation import refused
 from ..all_ranks import Attempt, Notes
 from .exports import CacheAccess, PrefixName, export_prefixes
 from .format import (
@@ -230,7 +230,7 @@ def _folder(directory: object) -> Path:
             return folder
     except (TypeError, UnicodeEncodeError):
         pass
-    raise ValueError(f"directory is {shown(directory)}; accepted: a path, without NUL")
+    raise refused("directory", directory, "a path, without NUL")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
-from ...validation import LONGEST_TIMEOUT_S, instance, one_of, real, shown
+from ...validation import LONGEST_TIMEOUT_S, instance, one_of, real, refused
 from ..all_ranks import described
 from ..channel import PeerLostError
 from .exports import CacheAccess, PrefixName, chosen_states, forest_of
@@ -91,10 +91,10 @@ class TransferChannel:
         """
         one_of("side", side, ("source", "destination"))
         if transport not in (None, "nccl", "messages"):
-            raise ValueError(f"transport is {shown(transport)}; accepted: 'nccl', 'messages' or None")
+            raise refused("transport", transport, "'nccl', 'messages' or None")
         access = CacheAccess(engine, "TransferChannel")
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise ValueError(f"name is {shown(name)}; accepted: a printable str, of this channel alone")
+            raise refused("name", name, "a printable str, of this channel alone")
         self._store = PrefixStore(f"mambaslots/handover/{name}", instance("store", store, Store))
         self._timeout_s = _check_timeout(access.spec.groups, timeout_s)
         access.format()  # what each call will need
@@ -228,7 +228,7 @@ class TransferChannel:
 
     def _open(self, call: str, side: Side | None) -> CacheAccess:
         if side is not None and side != self._side:
-            raise ValueError(f"side is {self._side!r}; accepted: {side!r}, which alone calls {call}")
+            raise refused("side", self._side, f"{side!r}, which alone calls {call}")
         if self._closed:
             raise RuntimeError(f"{call} is called on a channel that was closed")
         return CacheAccess(self._engine, call)

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...validation import shown
+from ...validation import refused
 from ..all_ranks import Notes
 from .exports import CacheAccess
 from .format import PrefixForest, TransferError, shard_of
@@ -79,10 +79,10 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
     def received() -> Incoming:
         parts = [pieces] if isinstance(pieces, Piece) else pieces
         if not isinstance(parts, Sequence) or isinstance(parts, str):
-            raise ValueError(f"pieces is {shown(pieces)}; accepted: a PrefixShard, bytes or a list of them")
+            raise refused("pieces", pieces, "a PrefixShard, bytes or a list of them")
         for index, piece in enumerate(parts):
             if not isinstance(piece, Piece):
-                raise ValueError(f"pieces[{index}] is {shown(piece)}; accepted: a PrefixShard or bytes")
+                raise refused(f"pieces[{index}]", piece, "a PrefixShard or bytes")
         own, shards = access.format(), []
         for part in parts:
             shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)

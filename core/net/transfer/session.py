@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...devices import on_device_of
-from ...validation import shown
+from ...validation import refused, shown
 from ..channel import Address, Link, Listener, PeerLostError
 from .exports import CacheAccess
 from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
@@ -215,9 +215,8 @@ class Source(Session[Address]):
         try:
             found = msgspec.json.decode(data)
             if found["protocol"] != PROTOCOL_VERSION:
-                raise ValueError(
-                    f"protocol is {shown(found['protocol'])}; accepted: {PROTOCOL_VERSION}, of the release "
-                    "of mambaslots here"
+                raise refused(
+                    "protocol", found["protocol"], f"{PROTOCOL_VERSION}, of the release of mambaslots here"
                 )
             return msgspec.convert(found, Endpoint)
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...model_parts import Part
-from ...validation import shown
+from ...validation import refused, shown
 from .format import (
     FORMAT_VERSION,
     KV,
@@ -209,7 +209,7 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
         ValueError: `data` is no bytes.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise ValueError(f"data is {shown(data)}; accepted: bytes")
+        raise refused("data", data, "bytes")
     data = bytes(data)
     expected = checksum(data)
     found = hashlib.sha256(data.replace(_signature(expected), _signature(_UNSIGNED), 1)).hexdigest()

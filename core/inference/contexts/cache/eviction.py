@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
-from ....validation import one_of, shown
+from ....validation import one_of, refused
 
 EVICTION_POLICIES = ("value", "lru")
 """The names by which configurations choose a policy."""
@@ -124,5 +124,5 @@ def checked_policy(name: str, policy: object) -> PolicyChoice:
         return policy
     if not isinstance(policy, str):
         names = ", ".join(map(repr, EVICTION_POLICIES))
-        raise ValueError(f"{name} is {shown(policy)}; accepted: one of {names}, or an EvictionPolicy")
+        raise refused(name, policy, f"one of {names}, or an EvictionPolicy")
     return one_of(name, policy, EVICTION_POLICIES)

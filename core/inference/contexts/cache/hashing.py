@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ....validation import shown
+from ....validation import refused, shown
 
 PUBLIC_ROOT = hashlib.sha256(b"mambaslots.root\0").digest()
 """The root of chains without a salt, the same in every process."""
@@ -128,7 +128,7 @@ def salt_bytes(name: str, salt: object) -> bytes | None:
     try:
         return salt.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair
-        raise ValueError(f"{name} is {shown(salt)}; accepted: a str that UTF-8 can encode") from error
+        raise refused(name, salt, "a str that UTF-8 can encode") from error
 
 
 GhostKind = Literal["block", "continuation", "state", "refused state"]

@@ -7,7 +7,7 @@ from operator import countOf
 from typing import Protocol
 
 from ....errors import KVBlockCapacityError
-from ....validation import INT32_MAX, boolean, checked_integers, integer, shown
+from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
 from .free_lists import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
@@ -197,9 +197,7 @@ class KVBlockAllocator:
         blocks = self._checked(block_ids)
         keys = checked_integers("hashes", hashes, 1, MAX_HASH)
         if not isinstance(tokens, Sequence) or countOf(map(type, tokens), bytes) < len(tokens):
-            raise ValueError(
-                f"tokens is {shown(tokens)}; accepted: a list of bytes, the token ids of each block"
-            )
+            raise refused("tokens", tokens, "a list of bytes, the token ids of each block")
         if not len(blocks) == len(keys) == len(tokens):
             raise ValueError(
                 f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(tokens)} entries; "
@@ -241,7 +239,7 @@ class KVBlockAllocator:
         freed.
         """
         if not callable(observer):
-            raise ValueError(f"observer is {shown(observer)}; accepted: a callable of blocks and hashes")
+            raise refused("observer", observer, "a callable of blocks and hashes")
         self._observers.append(observer)
 
     def _deregister(self, blocks: list[int], cause: KVRemovalCause) -> None:

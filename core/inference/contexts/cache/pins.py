@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ....errors import MambaSlotCapacityError
-from ....validation import shown
+from ....validation import refused
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots
@@ -77,9 +77,7 @@ class PinnedPrefixes:
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
         if not isinstance(prefix, PinnedPrefix) or prefix not in self.held:
-            raise ValueError(
-                f"prefix is {shown(prefix)}; accepted: a prefix that is pinned here (a reset unpins all)"
-            )
+            raise refused("prefix", prefix, "a prefix that is pinned here (a reset unpins all)")
         blocks, slot = self.held.pop(prefix)
         self._blocks = set(self.block_references)
         self._slots.unpin(slot)
