@@ -6,18 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from .inference.contexts.cache.eviction import PolicyChoice, checked_policy
 from .inference.contexts.cache.hashing import key_bytes
-from .validation import (
-    INT32_MAX,
-    boolean,
-    check_fields,
-    instance,
-    integer,
-    one_of,
-    real,
-    refused,
-    set_field,
-    shown,
-)
+from .validation import INT32_MAX, boolean, check_fields, instance, integer, one_of, real, set_field, shown
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +166,7 @@ class InferenceConfig:
             return
         pair = self.disk_cache
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-            raise refused("disk_cache", pair, "a directory and GB, or None")
+            raise ValueError(f"disk_cache is {shown(pair)}; accepted: a directory and GB, or None")
         if not self.host_cache_gb:
             raise ValueError(
                 f"disk_cache is {pair}; accepted: None where host_cache_gb is 0.0, because files are read "
@@ -263,7 +252,7 @@ def parse_plan(spec: str) -> CheckpointPlan:
             raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
         for each in names:
             if each in settings:
-                raise refused("plan", spec, f"{each} once")
+                raise ValueError(f"plan is {spec!r}; accepted: {each} once")
             settings[each] = value
     return CheckpointPlan(**settings)  # type: ignore[arg-type]
 

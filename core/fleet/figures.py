@@ -82,7 +82,11 @@ _SIZES = ("bytes_each", "block_size_tokens")
 
 
 def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
-    """One snapshot of replicas, by their names: sums, but the slowest percentile and the youngest victim."""
+    """One snapshot of replicas, by their names.
+
+    Counts are sums; a percentile is that of the slowest replica, an age of victims that of the youngest. Ids
+    of requests have the replica's name in front. Sizes of a slot or block are those of the first replica.
+    """
     every = list(snapshots.values())
     merged: dict[str, Any] = _merged(every)
     for name, pool in merged["pools"].items():

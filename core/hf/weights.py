@@ -209,7 +209,11 @@ def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
 ) -> None:  # fmt: skip
-    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first."""
+    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first.
+
+    Weights are read one after another: at no time more is allocated than the weights, and once more the
+    largest one that is made of several. After an error the model is of no use.
+    """
     with WeightFiles(folder, blocks) as files:
         sources, ignored, missing = find_sources(model, files)
         if ignored:

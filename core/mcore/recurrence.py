@@ -255,9 +255,8 @@ class RecurrentHost:
             expect(f"the hash of block {block}", int(kv.block_hashes[block]), key)
         if hasattr(slots, "check_integrity"):
             slots.check_integrity()
-            expect(
-                "states without KV", slots.hash_to_block_id.items() - kv.kv_hash_to_block_id.items(), set()
-            )
+            without_kv = slots.hash_to_block_id.items() - kv.kv_hash_to_block_id.items()
+            expect("states without KV", without_kv, set())
 
     def check_idle(self) -> None:
         """Nothing is held once every request is gone."""

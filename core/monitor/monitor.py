@@ -5,14 +5,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
-from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
@@ -117,7 +117,7 @@ class Monitor:
             if record is not None:
                 record.resume_point = scheduled.start if scheduled.num_resumed else 0
 
-    def step_made(self, batch: Sequence[ScheduledRequest], tokens: NewTokens, duration_s: float) -> None:
+    def step_made(self, batch: Batch, tokens: NewTokens, duration_s: float) -> None:
         """Count what the step computed and generated, and its time."""
         with self._lock:
             now = self._clock()

@@ -10,7 +10,7 @@ from ..config import InferenceConfig
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.cache.pool_stats import NANOSECONDS
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
-from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
@@ -103,7 +103,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec.without_bytes()
 
-    def reserve_step(self, batch: Sequence[ScheduledRequest]) -> tuple[ScheduledRequest, ...]:
+    def reserve_step(self, batch: Batch) -> tuple[ScheduledRequest, ...]:
         """As `begin_step`, without inputs for a model; returns the batch with its reserved slots."""
         self._reserve(batch)
         return self._batch
@@ -225,7 +225,7 @@ class EngineReplay:
 
     # ---- steps
 
-    def _make(self, batch: Sequence[ScheduledRequest]) -> None:
+    def _make(self, batch: Batch) -> None:
         batch = self.context.reserve_step(batch)
         self.context.end_step()
         num_decodes = sum(scheduled.decoding for scheduled in batch)

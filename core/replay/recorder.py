@@ -7,13 +7,12 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
@@ -85,7 +84,7 @@ class TraceRecorder:
 
     def request_resumed(self, scheduled: ScheduledRequest) -> None: ...
 
-    def step_made(self, batch: Sequence[ScheduledRequest], tokens: NewTokens, duration_s: float) -> None: ...
+    def step_made(self, batch: Batch, tokens: NewTokens, duration_s: float) -> None: ...
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         end = (request.request_id, request.arrival_s)

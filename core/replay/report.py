@@ -78,9 +78,8 @@ def replay_cell(cell: Cell) -> CellResult:
     saved = None
     if result.resumed_lengths:  # a request that resumed several times counts as if it had resumed once
         flops = cell.setting.shape.prefill_flops
-        saved = sum(map(flops, result.resumed_lengths)) / sum(
-            flops(len(request.prompt)) for request in trace.requests
-        )
+        whole = sum(flops(len(request.prompt)) for request in trace.requests)
+        saved = sum(map(flops, result.resumed_lengths)) / whole
     return CellResult(cell, trace.name, number, replace(result, resumed_lengths=()), flops_saved=saved)
 
 
@@ -142,9 +141,7 @@ def budget_head(setting: ReplaySetting) -> str:
 
 def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
     """Why a row computed tokens, and what it saved, budget by budget; for rows with reasons."""
-    known = [
-        outcome.result for outcome in cells if outcome.result is not None and outcome.result.lost_by_reason
-    ]
+    known = [found for each in cells if (found := each.result) is not None and found.lost_by_reason]
     if not known:
         return
     shares = {

@@ -187,11 +187,8 @@ class Form:
 
     def __init__(self, model_name: str, request: AnswerRequest) -> None:
         self.request = request
-        self._heading = {
-            "id": self.prefix + secrets.token_hex(12),
-            "created": int(time.time()),
-            "model": model_name,
-        }
+        self._heading = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time())}
+        self._heading["model"] = model_name
 
     def whole(self, answers: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request without `stream`, from all its answers."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import MAX_SPECULATIVE_TOKENS, InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.request import ScheduledRequest
+from ..inference.contexts.request import Batch
 from ..inference.contexts.step_inputs import StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
@@ -246,10 +246,10 @@ class _Trial:
         truth[wrong] = next(token for token in text if token != truth[wrong])
         return truth
 
-    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: StepInputs) -> None:
+    def step_begun(self, batch: Batch, inputs: StepInputs) -> None:
         self._rows = [self._text_of[scheduled.request.request_id] for scheduled in batch]
 
-    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None: ...
+    def step_ended(self, batch: Batch) -> None: ...
 
     # ---- the model, as the engine calls it
 

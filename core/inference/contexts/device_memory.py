@@ -234,7 +234,6 @@ class DeviceMemory:
                 f"cached states and KV share {division.num_units:,} units of {unit:.3g} MiB, each of "
                 f"{division.shape.slots} x {state:.3g} MiB or {division.shape.blocks} {blocks}"
             )
-        parts.append(
-            f"total {total:,.1f} MiB on {self._spec.device}{'' if self.allocated else ', freed now'}"
-        )
+        on = f"on {self._spec.device}{'' if self.allocated else ', freed now'}"
+        parts.append(f"total {total:,.1f} MiB {on}")
         return f"mambaslots: {'; '.join(parts)}"

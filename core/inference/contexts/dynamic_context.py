@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
 from .pool_sizes import PoolSizes, with_total_gb
-from .request import DynamicInferenceRequest, ScheduledRequest, TokenLedger
+from .request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
 from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import StepInputs, StepObserver
@@ -144,7 +144,7 @@ class DynamicInferenceContext:
 
     def begin_step(
         self,
-        batch: Sequence[ScheduledRequest],
+        batch: Batch,
         padding: Padding | None = None,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:
@@ -164,7 +164,7 @@ class DynamicInferenceContext:
             observer.step_begun(self._batch, inputs)
         return inputs
 
-    def _reserve(self, batch: Sequence[ScheduledRequest]) -> None:
+    def _reserve(self, batch: Batch) -> None:
         """Reserve slots for the states of the batch, and gather the states that its requests start from."""
         in_row_order = sorted(batch, key=lambda scheduled: not scheduled.decoding)
         idle_slots = self.admission.idle_slots
@@ -207,7 +207,7 @@ class DynamicInferenceContext:
         for observer in self.observers:
             observer.step_ended(ended)
 
-    def commit_batch(self, batch: Sequence[ScheduledRequest], invalid: Collection[int]) -> None:
+    def commit_batch(self, batch: Batch, invalid: Collection[int]) -> None:
         """Make findable what the requests of a launched step completed, except those in `invalid`."""
         if not self._uncommitted:
             return
@@ -257,14 +257,12 @@ class DynamicInferenceContext:
 
     def _count(self, scheduled: ScheduledRequest) -> None:
         request = scheduled.request
-        start, stop, num_prompt_tokens = scheduled.start, scheduled.stop, len(request.prompt_tokens)
-        if not scheduled.num_resumed and start >= max(num_prompt_tokens, request.num_counted):
+        start, stop, num_prompt = scheduled.start, scheduled.stop, len(request.prompt_tokens)
+        if not scheduled.num_resumed and start >= max(num_prompt, request.num_counted):
             request.num_counted = stop  # a decode: no prompt token, none computed before
             return
         resumed, computed = range(start - scheduled.num_resumed, start), range(start, stop)
-        counts = TokenLedger.of_step(
-            resumed, computed, scheduled.spans, request.num_counted, num_prompt_tokens
-        )
+        counts = TokenLedger.of_step(resumed, computed, scheduled.spans, request.num_counted, num_prompt)
         self._num_requests_seen += request.num_counted == 0
         self._ledger += counts
         request.ledger += counts

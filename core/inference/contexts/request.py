@@ -370,3 +370,7 @@ class ScheduledRequest(PathStep):
         if not self.decoding or self.drafts:
             return 0
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
+
+
+Batch = Sequence[ScheduledRequest]
+"""The requests of one step, each once."""

@@ -13,7 +13,7 @@ from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.free_lists import DirtyEntries
 from .cache.prefix_cache import PrefixCache
-from .request import Allocation, ScheduledRequest
+from .request import Allocation, Batch, ScheduledRequest
 
 IdleSlots = Callable[[], Sequence[int]]
 """Returns the live slots that no request owns now, in a pool without durable states."""
@@ -152,17 +152,17 @@ class RequestStates:
     def _last_grid_point(self, position: int) -> int:
         return position // self._grid * self._grid
 
-    def max_inner_states(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> int | None:
+    def max_inner_states(self, batch: Batch, idle_slots: IdleSlots) -> int | None:
         """How many states inside its prefills the batch can store; None: any number."""
         return None
 
-    def gather(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> None:
+    def gather(self, batch: Batch, idle_slots: IdleSlots) -> None:
         """Before a step: copy states to live slots where the kernels need them there."""
         if self._in_place:
             resumed = (scheduled.allocation for scheduled in batch if scheduled.allocation.num_computed)
             self._to_live([held for held in resumed if held.state_index != held.live_slots[0]])
 
-    def scatter(self, batch: Sequence[ScheduledRequest], late: Sequence[ScheduledRequest] = ()) -> None:
+    def scatter(self, batch: Batch, late: Batch = ()) -> None:
         """After a step: bring boundary states to their slots where kernels do not; `late` slots are new."""
         pairs = [
             (self._live_slot(scheduled, position), self._pool.durable_index(slot))
@@ -190,9 +190,7 @@ class RequestStates:
         """The pool index for the request's state after the step; with drafts, one for each token's state."""
         if not scheduled.drafts:
             return [self._destination(scheduled, scheduled.stop)]
-        return [
-            self._destination(scheduled, position + 1) for position in range(scheduled.start, scheduled.stop)
-        ]
+        return [self._destination(scheduled, end) for end in range(scheduled.start + 1, scheduled.stop + 1)]
 
     def _destination(self, scheduled: ScheduledRequest, position: int) -> int:
         """The slot reserved for the state at `position`, or a live slot."""
@@ -271,10 +269,10 @@ class EncodedStates(RequestStates):
     def _pinned_index(self, slot: int) -> int:
         return -1  # until `gather`
 
-    def max_inner_states(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> int:
+    def max_inner_states(self, batch: Batch, idle_slots: IdleSlots) -> int:
         return len(self._staging_slots(batch, idle_slots))
 
-    def _staging_slots(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> list[int]:
+    def _staging_slots(self, batch: Batch, idle_slots: IdleSlots) -> list[int]:
         """The slots that are free in a step: those for staging, then idle live ones."""
         own = range(self._pool.num_live, self._pool.num_slots)
         drafts = [
@@ -285,7 +283,7 @@ class EncodedStates(RequestStates):
         ]
         return [*own, *drafts, *idle_slots()]
 
-    def gather(self, batch: Sequence[ScheduledRequest], idle_slots: IdleSlots) -> None:
+    def gather(self, batch: Batch, idle_slots: IdleSlots) -> None:
         places = iter(self._staging_slots(batch, idle_slots))
         self._staged = {
             (scheduled.allocation.row, position): next(places)
@@ -294,9 +292,8 @@ class EncodedStates(RequestStates):
             if position < scheduled.stop - len(scheduled.drafts)
         }
         self._scratch.note(self._staged.values())
-        self._to_live(
-            [scheduled.allocation for scheduled in batch if scheduled.allocation.path.state_slot >= 0]
-        )
+        allocations = [scheduled.allocation for scheduled in batch]
+        self._to_live([resumed for resumed in allocations if resumed.path.state_slot >= 0])
         super().gather(batch, idle_slots)
 
     def _copy_to_live(self, allocations: Sequence[Allocation], live: Sequence[int]) -> None:
@@ -306,7 +303,7 @@ class EncodedStates(RequestStates):
         else:
             super()._copy_to_live(allocations, live)
 
-    def scatter(self, batch: Sequence[ScheduledRequest], late: Sequence[ScheduledRequest] = ()) -> None:
+    def scatter(self, batch: Batch, late: Batch = ()) -> None:
         pairs = [
             (self._place(scheduled, position), slot)
             for scheduled in batch

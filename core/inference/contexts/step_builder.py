@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...config import InferenceConfig
 from .device_memory import DeviceMemory
-from .request import ScheduledRequest
+from .request import Batch
 from .states import RequestStates
 from .step_inputs import (
     INDEX_FIELDS,
@@ -122,7 +122,7 @@ class StepBuilder:
         self._memory = memory
 
     def build(
-        self, batch: Sequence[ScheduledRequest], block_table: Array, page_table: Array, padding: Padding,
+        self, batch: Batch, block_table: Array, page_table: Array, padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:  # fmt: skip
         """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
@@ -143,9 +143,7 @@ class StepBuilder:
             tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
         return self._inputs(shape, num_logits, tensors)
 
-    def _token_values(
-        self, batch: Sequence[ScheduledRequest], layout: "_Layout", block_table: Array
-    ) -> dict[str, Any]:
+    def _token_values(self, batch: Batch, layout: "_Layout", block_table: Array) -> dict[str, Any]:
         size = self._block_size
         num_blocks = -(-max(layout.stops) // size)
         rows = [scheduled.allocation.row for scheduled in batch]
@@ -174,7 +172,7 @@ class StepBuilder:
             "kv_write_positions": blocks * size + written % size,
         }
 
-    def _state_values(self, batch: Sequence[ScheduledRequest], layout: "_Layout") -> dict[str, Any]:
+    def _state_values(self, batch: Batch, layout: "_Layout") -> dict[str, Any]:
         # Entries that are no checkpoints come last.
         inner = sorted(
             (
@@ -209,9 +207,7 @@ class StepBuilder:
             "checkpoints.destinations": slots[:count],
         }
 
-    def _replay_values(
-        self, batch: Sequence[ScheduledRequest], layout: "_Layout", page_table: Array
-    ) -> dict[str, Any]:
+    def _replay_values(self, batch: Batch, layout: "_Layout", page_table: Array) -> dict[str, Any]:
         rows = [scheduled.allocation.row for scheduled in batch]
         starts, stops = np.array(layout.starts), np.array(layout.stops)
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
@@ -244,11 +240,9 @@ class StepBuilder:
 class _Layout:
     """Where each request's tokens lie in the packed step, decode rows first, and in the padded step."""
 
-    def __init__(self, batch: Sequence[ScheduledRequest]) -> None:
-        self.starts, self.stops = (
-            [scheduled.start for scheduled in batch],
-            [scheduled.stop for scheduled in batch],
-        )
+    def __init__(self, batch: Batch) -> None:
+        self.starts = [scheduled.start for scheduled in batch]
+        self.stops = [scheduled.stop for scheduled in batch]
         self.lengths = np.subtract(self.stops, self.starts)
         self.query_start_loc = np.zeros(len(batch) + 1, np.int64)  # with a trailing total
         self.lengths.cumsum(out=self.query_start_loc[1:])

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ..kernels.operands import AttentionRows
-from .request import ScheduledRequest
+from .request import Batch
 from .states import StatePool
 
 Int32Array = npt.NDArray[np.int32]
@@ -231,10 +231,10 @@ INDEX_FIELDS = tuple(
 class StepObserver(Protocol):
     """Is called with each step of a context. An error that an observer raises fails the step."""
 
-    def step_begun(self, batch: Sequence[ScheduledRequest], inputs: StepInputs) -> None:
+    def step_begun(self, batch: Batch, inputs: StepInputs) -> None:
         """All slots are reserved and `inputs` are built for `batch`, in row order; no forward is launched."""
 
-    def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
+    def step_ended(self, batch: Batch) -> None:
         """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""
 
 

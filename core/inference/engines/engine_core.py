@@ -22,7 +22,7 @@ from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
 from .model_protocol import Model
@@ -298,9 +298,7 @@ class EngineCore:
 
     # ---- a step
 
-    def _end_step(
-        self, batch: Sequence[ScheduledRequest], tokens: NewTokens, invalid: Sequence[int]
-    ) -> StepReport:
+    def _end_step(self, batch: Batch, tokens: NewTokens, invalid: Sequence[int]) -> StepReport:
         """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
         for scheduled in batch:

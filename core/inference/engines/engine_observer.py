@@ -2,13 +2,12 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...request import RequestResult
 from ...validation import brief_repr, refused, shown
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken, ScheduledRequest
+from ..contexts.request import Batch, DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class EngineObserver(Protocol):
         `scheduled.spans` have the reasons of the computed tokens. A preempted request begins again.
         """
 
-    def step_made(self, batch: Sequence[ScheduledRequest], tokens: NewTokens, duration_s: float) -> None:
+    def step_made(self, batch: Batch, tokens: NewTokens, duration_s: float) -> None:
         """A step has ended, and its tokens are read. Requests that it has completed have their `result`.
 
         Args:

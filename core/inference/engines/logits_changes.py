@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import penalties
 
@@ -41,7 +41,7 @@ class _Changes:
     drafts: tuple[Tensor, Tensor] | None  # those places, and tokens
     biases: tuple[Tensor, Tensor] | None  # places in the logits, row by row, and what is added there
 
-    def is_of(self, batch: Sequence[ScheduledRequest]) -> bool:
+    def is_of(self, batch: Batch) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
         return (
             [scheduled.request for scheduled in batch] == self.requests
@@ -69,7 +69,7 @@ class LogitsChanges:
 
             self._apply_penalties = penalize
 
-    def apply(self, batch: Sequence[ScheduledRequest], logits: Tensor) -> Tensor:
+    def apply(self, batch: Batch, logits: Tensor) -> Tensor:
         """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `batch`."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
@@ -111,7 +111,7 @@ class LogitsChanges:
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _listed(self, batch: Sequence[ScheduledRequest], vocabulary: int, dtype: torch.dtype) -> _Changes:
+    def _listed(self, batch: Batch, vocabulary: int, dtype: torch.dtype) -> _Changes:
         rows = [(scheduled, number) for scheduled in batch for number in range(1 + len(scheduled.drafts))]
         counted: list[tuple[int, _Counted]] = []
         penalised: list[Penalised] = []

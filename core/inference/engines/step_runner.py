@@ -14,7 +14,7 @@ from ...devices import tensor_on
 from ...request import SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken, ScheduledRequest
+from ..contexts.request import Batch, DynamicInferenceRequest, GeneratedToken
 from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
@@ -47,9 +47,7 @@ class StepRunner:
         self._groups = context.spec.groups if context.spec.groups.is_split else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
-    def make_step(
-        self, model: Model, scheduler: Scheduler
-    ) -> tuple[Sequence[ScheduledRequest], NewTokens, Sequence[int]]:
+    def make_step(self, model: Model, scheduler: Scheduler) -> tuple[Batch, NewTokens, Sequence[int]]:
         """Make the next step: its requests, their new tokens, and ids of requests with invalid logits."""
         sampled, self.unread = self.unread, None
         if sampled is None or all(scheduled.request.result is not None for scheduled in sampled.batch):
@@ -78,9 +76,7 @@ class StepRunner:
         if self.graphs is not None:
             self.graphs.clear_graphs()
 
-    def _launch(
-        self, model: Model, batch: Sequence[ScheduledRequest], tokens: Tensor | None
-    ) -> "SampledStep":
+    def _launch(self, model: Model, batch: Batch, tokens: Tensor | None) -> "SampledStep":
         """Launch a step. `tokens`: on the device, of its decodes that are ahead."""
         if self.invariance is not None:
             self.invariance.check_switches()
@@ -114,7 +110,7 @@ class StepRunner:
 class SampledStep:
     """A step that runs on the device, and its new tokens there; perhaps they are not computed yet."""
 
-    def __init__(self, batch: Sequence[ScheduledRequest], logits: Tensor, changes: LogitsChanges) -> None:
+    def __init__(self, batch: Batch, logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.batch = batch
         # Ids of requests without a token, known after `read_tokens`: the largest logit of a row that they
@@ -142,9 +138,7 @@ class SampledStep:
 
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
-        rows = [
-            (scheduled, number) for scheduled in self._sampled for number in range(1 + len(scheduled.drafts))
-        ]
+        rows = [(scheduled, i) for scheduled in self._sampled for i in range(1 + len(scheduled.drafts))]
         params = [scheduled.request.sampling for scheduled, _ in rows]
         positions = [scheduled.answer_length + number for scheduled, number in rows]
         are_changed = any(sampling.changes_logits for sampling in params)
@@ -225,11 +219,8 @@ class SampledStep:
 
     def _drawn_tokens(self, columns: dict[ColumnName, list[float]]) -> list[GeneratedToken]:
         """What was drawn in each row, with what its request asks for."""
-        params = [
-            scheduled.request.sampling
-            for scheduled in self._sampled
-            for _ in range(1 + len(scheduled.drafts))
-        ]
+        rows = (scheduled for scheduled in self._sampled for _ in range(1 + len(scheduled.drafts)))
+        params = [scheduled.request.sampling for scheduled in rows]
         width = max((sampling.num_top_log_probs for sampling in params), default=0)
         pairs = zip(map(int, columns.get("top_ids", ())), columns.get("top_log_probs", ()), strict=True)
         tops = batched(pairs, max(1, width))

@@ -96,7 +96,12 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
 
 
 def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> ImportReport:
-    """Import what all ranks have received, or raise on all: ValueError, TransferError or CopyError."""
+    """Import what all ranks have received; all ranks raise alike, with nothing imported.
+
+    ValueError: an argument is wrong on a rank, which raises its own error. TransferError: a rank received
+    nothing, or other prefixes than another one. CopyError: a rank could not fill its part; hits may be lost.
+    After any other error of this replica, ranks may differ.
+    """
 
     def work(notes: Notes) -> Incoming:
         try:

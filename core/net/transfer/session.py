@@ -371,9 +371,7 @@ class Destination(Session[bytes]):
                 self._offers[message.rank] = connection, message
             elif connection in self.peers:
                 if isinstance(message, Refusal):
-                    self._offers = {
-                        rank: made for rank, made in self._offers.items() if made[0] != connection
-                    }
+                    self._offers = {rank: own for rank, own in self._offers.items() if own[0] != connection}
                 self.peers[connection].take(message, payload)
 
     def pump(self, peer: Peer, timeout_s: float) -> None:

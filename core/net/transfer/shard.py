@@ -103,7 +103,11 @@ def join(pieces: Sequence[PrefixShard], shard: Shard) -> PrefixShard:
 
 
 def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, TensorPart]]:
-    """Index of the first holder of each part of `shard` -> what to read of it; else a TransferError."""
+    """Index of the first holder of each part of `shard` -> what to read of it; else a TransferError.
+
+    Only where two holders overlap in part may numbers be read twice. What a holder need not give of a tensor
+    is an empty part.
+    """
     lacking = {name: np.zeros((part.layers.total, part.units.total), bool) for name, part in shard.items()}
     for name, part in shard.items():
         lacking[name][part.slices] = True
