@@ -50,11 +50,8 @@ def connected_cluster() -> Iterator[bool]:
     if address:
         options["address"] = address
     else:
-        options |= {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": _OBJECT_STORE_BYTES,
-        }
+        options |= {"address": "local", "include_dashboard": False}
+        options["object_store_memory"] = _OBJECT_STORE_BYTES
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError) as error:

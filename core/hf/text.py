@@ -11,13 +11,8 @@ from ..text import TextCodec
 from ..text.chat import Cut
 
 _FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "*.tiktoken",
-)
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.tiktoken",
+)  # fmt: skip
 
 
 class TransformersTokenizer:

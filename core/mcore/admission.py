@@ -76,15 +76,10 @@ def compute_spans(context: Any, record: HostRecord, request: Any, match: HostMat
     )
     depth = match.skip_tokens // size
     return paths.compute_spans(
-        keys,
-        num_resumed=depth,
-        num_reachable=max(depth, min(matched, (length - 1) // size)),
-        num_matched=matched,
-        num_seen=seen,
-        num_tokens=length,
-        block_size_tokens=size,
+        keys, num_resumed=depth, num_reachable=max(depth, min(matched, (length - 1) // size)),
+        num_matched=matched, num_seen=seen, num_tokens=length, block_size_tokens=size,
         ghosts=allocator.slots.tree.ghosts,
-    )
+    )  # fmt: skip
 
 
 def caches_states(context: Any) -> bool:

@@ -35,9 +35,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     slots = own = max(0, min(INT32_MAX, affordable))
     if host.get_pg_size(self.pipeline_parallel_group) > 1:
         fewest = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
-        torch.distributed.all_reduce(
-            fewest, op=torch.distributed.ReduceOp.MIN, group=self.pipeline_parallel_group
-        )
+        least = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(fewest, op=least, group=self.pipeline_parallel_group)
         slots = int(fewest)
     if slots < 1:
         elsewhere = (
@@ -49,14 +48,10 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
             "budget for the scratch of one step and one durable state, on every pipeline stage"
         )
     self.mamba_slot_allocator = host.MambaSlotAllocator(
-        context=self,
-        max_slots=slots,
-        num_mamba_layers=self.num_mamba_layers,
-        conv_states_shape=self.mamba_conv_states_shape,
-        ssm_states_shape=self.mamba_ssm_states_shape,
-        conv_states_dtype=self.mamba_conv_states_dtype,
-        ssm_states_dtype=self.mamba_ssm_states_dtype,
-    )
+        context=self, max_slots=slots, num_mamba_layers=self.num_mamba_layers,
+        conv_states_shape=self.mamba_conv_states_shape, ssm_states_shape=self.mamba_ssm_states_shape,
+        conv_states_dtype=self.mamba_conv_states_dtype, ssm_states_dtype=self.mamba_ssm_states_dtype,
+    )  # fmt: skip
     _logger.info(
         "%d durable slots (%.1f MiB), %d scratch slots (%.1f MiB), %.1f KiB a state",
         slots, slots * state / 2**20, scratch, scratch * state / 2**20, state / 2**10,

@@ -209,10 +209,8 @@ class RecurrentHost:
         for i in range(dims.prefill_req_count):
             live = int(metadata.batch_indices_prefill[i])
             start, stop = starts[i], starts[i + 1]
-            state, window = (
-                context.mamba_ssm_states[0, live].clone(),
-                context.mamba_conv_states[0, live].clone(),
-            )
+            state = context.mamba_ssm_states[0, live].clone()
+            window = context.mamba_conv_states[0, live].clone()
             for _ in range(metadata.per_request_intermediate_counts[i] if row < len(positions) else 0):
                 expect("the end of a checkpoint's chunk", ends[chunks[row] + 1], positions[row])
                 inside = packed[start : positions[row]]

@@ -74,10 +74,8 @@ class HybridConfig:
             ("num_attention_heads", "num_kv_heads"),
         ):
             if getattr(self, name) % getattr(self, divisor):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; accepted: a multiple of {divisor} "
-                    f"({getattr(self, divisor)})"
-                )
+                accepted = f"a multiple of {divisor} ({getattr(self, divisor)})"
+                raise refused(name, getattr(self, name), accepted)
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; accepted: an even integer, for rotary pairs")
 
@@ -132,15 +130,11 @@ class HybridConfig:
             divided.append("hidden_size")
         for name in divided:
             if getattr(self, name) % size:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; accepted: a multiple of the {size} ranks {of}"
-                )
+                raise refused(name, getattr(self, name), f"a multiple of the {size} ranks {of}")
         for name in shared:
             total = getattr(self, name)
             if total % size and size % total:
-                raise ValueError(
-                    f"{name} is {total}; accepted: a multiple or a divisor of the {size} ranks {of}"
-                )
+                raise refused(name, total, f"a multiple or a divisor of the {size} ranks {of}")
         if len(self.pattern) < stages:
             raise refused("pattern", self.pattern, f"at least one layer for each of {stages} stages")
         layers, kv_heads = self.layers_of("*", groups), self.part_of("num_kv_heads", groups)

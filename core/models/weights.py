@@ -115,13 +115,8 @@ WEIGHTS = "model.safetensors"
 _WIDE = (".dt_bias", ".A_log", ".D")  # parameters that are kept in float32 or wider
 # What other libraries write into a config, and what says nothing about the shape.
 _IGNORED = {
-    "model_type",
-    "architectures",
-    "transformers_version",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-}
+    "model_type", "architectures", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
+}  # fmt: skip
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -33,9 +33,8 @@ def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]
     content, width = np.concatenate([prompt, answer]).astype("<u4").tobytes(), 4 * size
     for first in range(0, len(content) - width + 1, width):
         chain.append(content[first : first + width])
-    chain.tokens = [
-        contents.setdefault(key, content) for key, content in zip(chain.keys, chain.tokens, strict=True)
-    ]
+    blocks = zip(chain.keys, chain.tokens, strict=True)
+    chain.tokens = [contents.setdefault(key, content) for key, content in blocks]
     return chain
 
 

@@ -196,15 +196,9 @@ class Admission:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
         return ScheduledRequest.of(
-            request,
-            allocation,
-            start,
-            stop,
-            num_resumed=start - num_computed,
-            spans=allocation.spans,
-            boundaries=self._boundaries(allocation, start, stop),
-            admits=admits,
-        )
+            request, allocation, start, stop, num_resumed=start - num_computed, spans=allocation.spans,
+            boundaries=self._boundaries(allocation, start, stop), admits=admits,
+        )  # fmt: skip
 
     def _schedule_decode(
         self, request: DynamicInferenceRequest, allocation: Allocation
@@ -311,10 +305,6 @@ class Admission:
         if not allocation.path.caches or start // self._block_size == stop // self._block_size:
             return ()
         return checked_boundaries(
-            allocation.path.plan,
-            start,
-            stop,
-            allocation.prefill_length,
-            self._block_size,
+            allocation.path.plan, start, stop, allocation.prefill_length, self._block_size,
             allocation.branch_tokens,
-        )
+        )  # fmt: skip

@@ -223,9 +223,8 @@ class DeviceMemory:
         if division is None:
             total += pool.num_slots * state + kv
             idle = ", and the live ones of idle rows" if pool.is_shared else ""
-            parts.append(
-                f"cached states {durable.num_durable} x {durable.slot_bytes / MEBIBYTE:.3g} MiB{idle}"
-            )
+            size = f"{durable.slot_bytes / MEBIBYTE:.3g} MiB"
+            parts.append(f"cached states {durable.num_durable} x {size}{idle}")
             parts.append(f"KV {self._num_kv_blocks} {blocks}, {kv:.3g} MiB")
         else:
             total += division.total_bytes(self._sizes) / MEBIBYTE

@@ -50,17 +50,11 @@ class DynamicInferenceContext:
         pool, scrubber = memory.state_pool, memory.scrubber
         self._scrubs = config.free_memory == "zero"
         self.prefix_cache = PrefixCache(
-            sizes.num_kv_blocks,
-            sizes.num_mamba_slots,
-            config.block_size_tokens,
-            config.eviction_policy,
-            enabled=config.enable_prefix_caching,
-            clock=clock,
+            sizes.num_kv_blocks, sizes.num_mamba_slots, config.block_size_tokens, config.eviction_policy,
+            enabled=config.enable_prefix_caching, clock=clock,
             num_live_slots=pool.num_live if pool.is_shared else 0,
-            tier=tier_of(config, spec, memory.durable_pool),
-            division=sizes.division,
-            cleaner=scrubber,
-        )
+            tier=tier_of(config, spec, memory.durable_pool), division=sizes.division, cleaner=scrubber,
+        )  # fmt: skip
         if self.prefix_cache.tier is not None:
             scrubber.host_rows = self.prefix_cache.tier.host.dirty
         self._pages = sizes.pages

@@ -49,15 +49,9 @@ def largest_shape(
     num_decode_tokens = max_requests * decode_tokens
     num_chunks = -(-max_tokens_per_step // chunk_size)
     return StepShape(
-        decodes=max_requests,
-        prefills=max_requests,
-        prefill_tokens=max_tokens_per_step,
-        max_query_tokens=max_tokens_per_step,
-        table_blocks=table_blocks,
-        kv_writes=num_decode_tokens + max_tokens_per_step,
-        chunks=num_chunks + 2 * max_requests,
-        checkpoints=num_chunks + max_requests,
-        logits=num_decode_tokens + max_tokens_per_step,
-        decode_tokens=decode_tokens,
-        pages=pages,
-    )
+        decodes=max_requests, prefills=max_requests, prefill_tokens=max_tokens_per_step,
+        max_query_tokens=max_tokens_per_step, table_blocks=table_blocks,
+        kv_writes=num_decode_tokens + max_tokens_per_step, chunks=num_chunks + 2 * max_requests,
+        checkpoints=num_chunks + max_requests, logits=num_decode_tokens + max_tokens_per_step,
+        decode_tokens=decode_tokens, pages=pages,
+    )  # fmt: skip

@@ -175,12 +175,8 @@ class RequestStates:
 
     def inner_destinations(self, scheduled: ScheduledRequest) -> list[tuple[int, int]]:
         """Positions inside a prefill, and the pool indices where the prefill stores the states there."""
-        slots = scheduled.destinations.items()
-        return [
-            (position, self._pool.durable_index(slot))
-            for position, slot in slots
-            if position != scheduled.stop
-        ]
+        inner = [place for place in scheduled.destinations.items() if place[0] != scheduled.stop]
+        return [(position, self._pool.durable_index(slot)) for position, slot in inner]
 
     def completed_destination(self, scheduled: ScheduledRequest) -> int:
         """The pool index for the state of a chunk that a decode by replay completes; -1: none."""

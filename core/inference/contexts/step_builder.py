@@ -56,9 +56,7 @@ class StepBuffer:
             for host in self._hosts
         ]
         buffers = self._hosts if self._device is None else [self._device]
-        self._tensors = [
-            cached(lambda shape, buffer=buffer: dict(_views(buffer, shape))) for buffer in buffers
-        ]
+        self._tensors = [cached(lambda shape, own=buffer: dict(_views(own, shape))) for buffer in buffers]
 
     def arrays(self, shape: StepShape) -> dict[str, Array]:
         """The host arrays of the next step, by name, for the caller to fill; their contents are stale."""

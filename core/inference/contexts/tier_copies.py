@@ -237,10 +237,6 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
     spec.groups.raise_first(refused, spec.device)
     groups, device = spec.groups, spec.device
     return HostTier(
-        num_slots,
-        copies,
-        num_files=num_files,
-        agree=lambda good: bool(groups.least(int(good), device)),
-        scrubs=scrubs,
-        state_bytes=largest,
-    )
+        num_slots, copies, num_files=num_files, agree=lambda good: bool(groups.least(int(good), device)),
+        scrubs=scrubs, state_bytes=largest,
+    )  # fmt: skip

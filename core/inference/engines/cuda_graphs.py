@@ -67,18 +67,12 @@ class GraphBuckets:
             decodes = self._decodes(shape.decodes, per_row)
         logits = decodes * per_row + prefills
         fitting = StepShape(
-            decodes=decodes,
-            prefills=prefills,
-            prefill_tokens=tokens,
-            max_query_tokens=tokens,
+            decodes=decodes, prefills=prefills, prefill_tokens=tokens, max_query_tokens=tokens,
             table_blocks=_next_power(shape.table_blocks, 2, self.table_blocks),
-            kv_writes=decodes * per_row + tokens,
-            chunks=tokens // self.chunk_size + 2 * prefills,
+            kv_writes=decodes * per_row + tokens, chunks=tokens // self.chunk_size + 2 * prefills,
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-            logits=rung(logits) if self.ladder else logits,
-            decode_tokens=per_row,
-            pages=shape.pages,
-        )
+            logits=rung(logits) if self.ladder else logits, decode_tokens=per_row, pages=shape.pages,
+        )  # fmt: skip
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
 

@@ -32,18 +32,12 @@ class DummySteps:
         self._model, self._vocab_size = model, spec.vocab_size
         self._block_size = config.block_size_tokens
         small = replace(
-            config,
-            max_requests=MAX_REQUESTS,
+            config, max_requests=MAX_REQUESTS,
             max_tokens_per_step=max(rung(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
-            max_sequence_length=longest,
-            num_kv_blocks=MAX_REQUESTS * -(-longest // self._block_size),
-            num_mamba_slots=None,
-            total_gb=None,
-            host_cache_gb=0.0,
-            disk_cache=None,
-            enable_prefix_caching=False,
-            free_memory="keep",
-        )
+            max_sequence_length=longest, num_kv_blocks=MAX_REQUESTS * -(-longest // self._block_size),
+            num_mamba_slots=None, total_gb=None, host_cache_gb=0.0, disk_cache=None,
+            enable_prefix_caching=False, free_memory="keep",
+        )  # fmt: skip
         self._context = DynamicInferenceContext(spec, small)
         self._num_requests = 0
 

@@ -112,9 +112,8 @@ class PrefillClient:
             link.send(Hello(messages.PROTOCOL_VERSION, name))
             first = await self._next(link)
             if not isinstance(first, messages.Beat):
-                raise PeerLostError(
-                    f"it does not serve: {getattr(first, 'reason', 'it sent another answer')}"
-                )
+                reason = getattr(first, "reason", "it sent another answer")
+                raise PeerLostError(f"it does not serve: {reason}")
             self._link = link
             self.connected.set()
             yield link, channel

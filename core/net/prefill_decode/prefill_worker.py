@@ -190,9 +190,8 @@ async def _compute(server: AsyncEngine, tokens: list[int], salt: bytes | None) -
     """Serve a request for one token, whose prefill stores the state after all `tokens`."""
     plan = await server.call(lambda engine: engine.config.checkpoint_plan.with_marks([len(tokens)]))
     try:
-        result = await server.generate(
-            tokens, SamplingParams(max_tokens=1), cache_salt=salt, checkpoint_plan=plan
-        )
+        once = SamplingParams(max_tokens=1)
+        result = await server.generate(tokens, once, cache_salt=salt, checkpoint_plan=plan)
     except (KVBlockCapacityError, QueueFullError) as error:
         raise PrefixLostError(str(error)) from error
     if result.finish_reason not in ("length", "stop"):

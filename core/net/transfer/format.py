@@ -157,9 +157,8 @@ class PrefixFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, tensor in self.tensors.items():
             fields = msgspec.structs.asdict(tensor)
             values |= {f"{name}.{field}": value for field, value in fields.items()}
-        return {name: shown(value) for name, value in values.items()} | {
-            "weights_version": self.weights_version
-        }
+        texts = {name: shown(value) for name, value in values.items()}
+        return texts | {"weights_version": self.weights_version}
 
 
 # ---- the prefixes

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self, get_args
 
-from ....validation import INT32_MAX, check_fields, integer, integers, set_field
+from ....validation import INT32_MAX, check_fields, integer, integers, refused, set_field
 
 BoundaryKind = Literal["mark", "tail", "branch", "decode", "step_end", "interval"]
 KINDS_BY_WORTH: tuple[BoundaryKind, ...] = get_args(BoundaryKind)
@@ -64,9 +64,7 @@ class CheckpointPlan:
         integer("block_size_tokens", block_size_tokens, 1)
         for name, interval in (("decode", self.decode), ("prefill_interval", self.prefill_interval)):
             if isinstance(interval, int) and interval % block_size_tokens:
-                raise ValueError(
-                    f"{name} is {interval}; accepted: a multiple of block_size_tokens ({block_size_tokens})"
-                )
+                raise refused(name, interval, f"a multiple of block_size_tokens ({block_size_tokens})")
 
     def boundaries(
         self, *, start: int, stop: int, prompt_tokens: int, block_size_tokens: int, branch_tokens: int = 0
@@ -130,10 +128,9 @@ def checked_boundaries(
     positions = {each.position for each in boundaries if each.kind in KINDS_BY_WORTH}
     inside = all(start < position <= stop and position % block == 0 for position in positions)
     if not inside or len(positions) < len(boundaries):
-        raise ValueError(
-            f"checkpoint_plan.boundaries is {boundaries}; accepted: distinct multiples of "
-            f"{block} in ({start}, {stop}], each with a kind of {', '.join(KINDS_BY_WORTH)}"
-        )
+        multiples = f"distinct multiples of {block} in ({start}, {stop}]"
+        accepted = f"{multiples}, each with a kind of {', '.join(KINDS_BY_WORTH)}"
+        raise refused("checkpoint_plan.boundaries", boundaries, accepted)
     return boundaries
 
 

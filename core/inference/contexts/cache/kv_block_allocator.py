@@ -210,9 +210,7 @@ class KVBlockAllocator:
         refs, parents = self.tree.references, self.tree.parents
         registered = [parents[block] for block in blocks] != [-1] * len(blocks)
         if registered or len(set(blocks)) < len(blocks) or 0 in [refs[block] for block in blocks]:
-            raise ValueError(
-                f"block_ids is {blocks}; accepted: distinct, held blocks that are not registered yet"
-            )
+            raise refused("block_ids", blocks, "distinct, held blocks that are not registered yet")
         return self.tree.register(parent, blocks, keys, list(tokens))
 
     # ---- eviction

@@ -127,15 +127,10 @@ def updated_match(
     reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
     depth = _deepest_state(tree, blocks, num_held, reachable)
     spans = compute_spans(
-        keys if len(keys) == asked else keys[:asked],
-        num_resumed=depth,
-        num_reachable=reachable,
-        num_matched=min(len(blocks), asked),
-        num_seen=min(num_seen, asked),
-        num_tokens=asked * size if limited else num_tokens,
-        block_size_tokens=size,
-        ghosts=ghosts,
-    )
+        keys if len(keys) == asked else keys[:asked], num_resumed=depth, num_reachable=reachable,
+        num_matched=min(len(blocks), asked), num_seen=min(num_seen, asked),
+        num_tokens=asked * size if limited else num_tokens, block_size_tokens=size, ghosts=ghosts,
+    )  # fmt: skip
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
     slot = tree.slot_of(blocks[depth - 1]) if depth else -1

@@ -27,16 +27,9 @@ discarded: the model's results in it were no numbers.
 reset: the cache was cleared.
 """
 ComputeReason = Literal[
-    "never_seen",
-    "kv_evicted",
-    "state_not_taken",
-    "branch_first_seen",
-    "state_evicted",
-    "last_token",
-    "partial_block",
-    "capacity",
-    "disabled",
-]
+    "never_seen", "kv_evicted", "state_not_taken", "branch_first_seen", "state_evicted", "last_token",
+    "partial_block", "capacity", "disabled",
+]  # fmt: skip
 """Why a prompt token was computed and not resumed:
 
 never_seen: no earlier request had this prefix.

@@ -97,15 +97,9 @@ class PrefixCache:
         self.tree = PrefixTree(num_blocks)
         self.tier = tier
         self.slots = StateSlots(
-            num_slots + num_live_slots if enabled else 0,
-            policy,
-            self.tree,
-            num_kv_blocks,
-            clock=clock,
-            dirty=cleaner.slots,
-            units=units,
-            tier=tier,
-        )
+            num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
+            dirty=cleaner.slots, units=units, tier=tier,
+        )  # fmt: skip
         self.kv_blocks = KVBlockAllocator(
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
