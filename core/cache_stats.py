@@ -55,9 +55,8 @@ class CacheStats(PoolStats):
 
     def __repr__(self) -> str:
         """One line: what was resumed, why the rest was computed, and how full the pools are."""
-        computed = ", ".join(
-            f"{reason} {tokens}" for reason, tokens in self.computed_by_reason.items() if tokens
-        )
+        reasons = self.computed_by_reason.items()
+        computed = ", ".join(f"{reason} {tokens}" for reason, tokens in reasons if tokens)
         return (
             f"<CacheStats: {self.num_requests} requests, {self.num_resumed_tokens} of "
             f"{self.num_prompt_tokens} prompt tokens resumed, computed: {computed or 'none'}; {self}>"

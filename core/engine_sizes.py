@@ -13,6 +13,7 @@ from .files import CONFIG, read_object
 from .inference.contexts.pool_sizes import PoolSizes, available_gb
 from .loaded_model import stored_dtype
 from .state_spec import HybridStateSpec
+from .validation import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def largest_fitting_config(
         ValueError: not even one request fits, or a setting is none that `InferenceConfig` accepts.
     """
     kind = spec.device.type
-    block = block_size_tokens or -(-SMALLEST_BLOCK[kind] // spec.grid) * spec.grid
+    block = block_size_tokens or ceil_div(SMALLEST_BLOCK[kind], spec.grid) * spec.grid
     pools_are_given = any(settings.get(pool) is not None for pool in ("num_kv_blocks", "num_mamba_slots"))
     if not pools_are_given and total_gb is None:
         total_gb = available_gb(spec.device)
@@ -115,10 +116,10 @@ def _with_inputs(config: InferenceConfig, spec: HybridStateSpec) -> InferenceCon
 def log_room(config: InferenceConfig, spec: HybridStateSpec) -> None:
     """Say how many conversations of 4,096 tokens the pools hold: KV and two states each."""
     sizes, tokens = PoolSizes.of(config, spec), min(4096, config.max_sequence_length)
-    blocks = -(-tokens // config.block_size_tokens)
+    blocks = ceil_div(tokens, config.block_size_tokens)
     if sizes.division is not None:
         units = sizes.division.num_units
-        room = units // (2 + -(-blocks // max(1, sizes.num_kv_blocks // units)))
+        room = units // (2 + ceil_div(blocks, max(1, sizes.num_kv_blocks // units)))
     else:
         room = min(sizes.num_kv_blocks // blocks, max(1, sizes.num_mamba_slots // 2))
     logger.info(

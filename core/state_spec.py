@@ -12,6 +12,7 @@ from .parallel_groups import ParallelGroups
 from .validation import (
     INT32_MAX,
     boolean,
+    ceil_div,
     check_fields,
     device,
     float_dtype,
@@ -137,7 +138,7 @@ class SlotLayout(NamedTuple):
         offsets, end = [], 0
         for tensor in states:
             offsets.append(end)
-            end += -(-tensor.state_bytes // ALIGNMENT) * ALIGNMENT
+            end += ceil_div(tensor.state_bytes, ALIGNMENT) * ALIGNMENT
         return cls(tuple(offsets), end)
 
 

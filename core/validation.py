@@ -199,6 +199,11 @@ def addressable(name: str, value: object, shape: Sequence[int], dtype: "torch.dt
         )
 
 
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up: 7 tokens need 3 blocks of 3."""
+    return -(-number // divisor)
+
+
 # ---- how values are printed
 
 

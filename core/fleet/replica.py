@@ -76,9 +76,8 @@ class Ranks:
         host = ray.util.get_node_ip_address()
         store = meeting_store(host, 0, _MEETING_S, is_master=True)
         for rank in range(1, settings.ranks):
-            place = PlacementGroupSchedulingStrategy(
-                get_current_placement_group(), placement_group_bundle_index=rank
-            )
+            group = get_current_placement_group()
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             actor = ray.remote(FollowingRank).options(
                 num_cpus=settings.cpus_per_rank,
                 num_gpus=settings.gpus_per_rank,

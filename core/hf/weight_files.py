@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..files import CONFIG, ModelFolderError, read_object, section
-from ..validation import INT32_MAX, ints_within
+from ..validation import INT32_MAX, ceil_div, ints_within
 from .weight_part import WeightPart
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -119,7 +119,7 @@ class WeightFiles(ExitStack):
             if weight not in self._scaled:
                 raise ModelFolderError(f"{name} has no weight: {weight} is missing")
             *before, rows, columns = self.shape(weight) if len(self.shape(weight)) > 1 else (1, 0, 0)
-            accepted = (*before, -(-rows // blocks[0]), -(-columns // blocks[1]))
+            accepted = (*before, ceil_div(rows, blocks[0]), ceil_div(columns, blocks[1]))
             if self.shape(name) != accepted or self._stored_dtype(name) not in _SCALE_DTYPES:
                 raise ModelFolderError(
                     f"{name} is {self._stored_dtype(name)}, {self.shape(name)}; accepted for {weight}, "
@@ -204,7 +204,7 @@ def dequantize(weight: Tensor, scale: Tensor, blocks: tuple[int, int], dtype: to
     ):
         for first in range(0, len(stored), rows_at_once):
             part = stored[first : first + rows_at_once]
-            scaled = scales[first // blocks[0] : -(-(first + len(part)) // blocks[0])]
+            scaled = scales[first // blocks[0] : ceil_div(first + len(part), blocks[0])]
             row_scales = scaled.repeat_interleave(blocks[0], 0)[: len(part)]
             factors = row_scales.repeat_interleave(blocks[1], 1)[:, :columns]
             out[first : first + rows_at_once] = factors.mul_(part.to(compute))

@@ -36,9 +36,8 @@ class MambaMixer(nn.Module):
         conv = [*x, *channels(groups, width, config.inner_dim), *channels(groups, width, of_C)]
         after = config.inner_dim + config.conv_dim
         rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
-        self.in_proj = weights.linear(
-            "in_proj", after + config.mamba_num_heads, config.hidden_size, rows=rows
-        )
+        num_rows = after + config.mamba_num_heads
+        self.in_proj = weights.linear("in_proj", num_rows, config.hidden_size, rows=rows)
         self.conv_weight = weights.normal("conv_weight", config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
         # With this bias SiLU of a standard normal has a mean near zero; slow heads would sum up another one.
         self.conv_bias = weights.full("conv_bias", config.conv_dim, -0.5, rows=conv)
@@ -93,9 +92,8 @@ class GatedDeltaNet(nn.Module):
         rows = [*v, *(values + channel for channel in conv)]
         rows += [*(after + head for head in heads), *(after + num_heads + head for head in heads)]
         self.in_proj = weights.linear("in_proj", after + 2 * num_heads, config.hidden_size, rows=rows)
-        self.conv_weight = weights.normal(
-            "conv_weight", config.delta_conv_dim, kernel, std=kernel**-0.5, rows=conv
-        )
+        std = kernel**-0.5
+        self.conv_weight = weights.normal("conv_weight", config.delta_conv_dim, kernel, std=std, rows=conv)
         # By their decays alone heads would remember 8 to 512 tokens; later keys overwrite parts of it sooner.
         memory = _memory_of_heads(num_heads)
         one = torch.ones(num_heads, dtype=torch.float64, device="cpu")

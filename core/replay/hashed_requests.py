@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..validation import ceil_div
 from .trace import Tokens, TraceRequest
 from .trace_line import Numbers, TraceLine
 
@@ -62,10 +63,8 @@ def _before(
     for depth in range(len(path), head, -1):
         for other in reversed(ends.get(int(path[depth - 1]), ())):
             earlier = lines[other]
-            if (
-                earlier.num_prompt + earlier.num_answer < line.num_prompt
-                and earlier.arrival_s < line.arrival_s
-            ):
+            num_known = earlier.num_prompt + earlier.num_answer
+            if num_known < line.num_prompt and earlier.arrival_s < line.arrival_s:
                 return other
     return None
 
@@ -96,8 +95,8 @@ class HashedRequests(Sequence[TraceRequest]):
         size, num_prompt = line.hash_tokens, line.num_prompt
         length = num_prompt + line.num_answer
         whole = num_prompt // size  # the block after it may hold both: it is made once as each
-        prompt = [self._in_prompt(index, block) for block in range(-(-num_prompt // size))]
-        answer = [self._in_answer(index, block) for block in range(whole, -(-length // size))]
+        prompt = [self._in_prompt(index, block) for block in range(ceil_div(num_prompt, size))]
+        answer = [self._in_answer(index, block) for block in range(whole, ceil_div(length, size))]
         return TraceRequest(
             line.arrival_s,
             self._sessions[index],

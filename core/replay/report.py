@@ -148,9 +148,8 @@ def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
         reason: [result.lost_by_reason.get(reason, 0) / max(1, result.prompt_tokens) for result in known]
         for reason in dict.fromkeys(reason for result in known for reason in result.lost_by_reason)
     }
-    lost = ", ".join(
-        f"{reason} {_listed(values)}" for reason, values in shares.items() if max(values) > _MIN_LOST
-    )
+    large = {reason: values for reason, values in shares.items() if max(values) > _MIN_LOST}
+    lost = ", ".join(f"{reason} {_listed(values)}" for reason, values in large.items())
     yield f"{row} computed, % of the prompt tokens: {lost}"
     saved = [outcome.flops_saved for outcome in cells if outcome.flops_saved is not None]
     if saved:

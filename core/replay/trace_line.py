@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from ..validation import INT32_MAX
+from ..validation import INT32_MAX, ceil_div
 from .trace import Tokens
 
 MOONCAKE_HASH_TOKENS = 512
@@ -132,7 +132,7 @@ def _of_hashes(line: HashLine, numbers: HashNumbers, hash_tokens: int | None) ->
 
 
 def _of_mooncake(line: MooncakeLine, numbers: HashNumbers) -> TraceLine:
-    _check_length("hash_ids", line.hash_ids, (-(-line.input_length // MOONCAKE_HASH_TOKENS),))
+    _check_length("hash_ids", line.hash_ids, (ceil_div(line.input_length, MOONCAKE_HASH_TOKENS),))
     own = HashLine(line.timestamp / 1e3, line.input_length, line.hash_ids, line.output_length)
     return _of_hashes(own, numbers, MOONCAKE_HASH_TOKENS)
 

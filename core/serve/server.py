@@ -113,12 +113,10 @@ class _Server(uvicorn.Server):
             self.end_within(_LAST_STEP_S)
             self._ending = asyncio.create_task(self._exit_after(service.close()))
             return
+        drain_s = service.settings.drain_timeout_s
         if service.engine.num_running + service.engine.num_waiting:
-            print(
-                f"mambaslots: {name}; running requests have {service.settings.drain_timeout_s:g} s",
-                flush=True,
-            )
-        self.end_within(service.settings.drain_timeout_s + _LAST_STEP_S)
+            print(f"mambaslots: {name}; running requests have {drain_s:g} s", flush=True)
+        self.end_within(drain_s + _LAST_STEP_S)
         self._ending = asyncio.create_task(self._exit_after(service.drain()))
 
     async def _exit_after(self, work: Awaitable[object]) -> None:

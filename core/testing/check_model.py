@@ -16,7 +16,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
-from ..validation import INT32_MAX, integer, integers, real, shown
+from ..validation import INT32_MAX, ceil_div, integer, integers, real, shown
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -150,7 +150,7 @@ def _spec_of(model: object) -> HybridStateSpec:
 
 def _texts(spec: HybridStateSpec, vocabulary: Sequence[int] | None, seed: int) -> list[list[int]]:
     """Three texts of four KV blocks and 3 tokens that differ from their first token on."""
-    block = -(-8 // spec.grid) * spec.grid
+    block = ceil_div(8, spec.grid) * spec.grid
     ids = list(range(spec.vocab_size)) if vocabulary is None else vocabulary
     ids = list(dict.fromkeys(integers("vocabulary", ids, 0, spec.vocab_size - 1)))
     if len(ids) < 3:
@@ -206,7 +206,7 @@ class _Trial:
             "block_size_tokens": self.block,
             "max_tokens_per_step": 4 * self.block,
             "max_sequence_length": longest,
-            "num_kv_blocks": (3 + rows) * -(-longest // min(self.block, 8)),
+            "num_kv_blocks": (3 + rows) * ceil_div(longest, min(self.block, 8)),
             "num_mamba_slots": 24 if settings.get("enable_prefix_caching", True) else None,
             "batch_invariant": False,
         }
@@ -378,7 +378,7 @@ def _poison_unread(inputs: StepInputs, slots: Collection[int], places: Collectio
     kv, size = inputs.kv_cache, inputs.kv_cache.shape[3]
     num_stored: dict[int, int] = {}  # block -> its leading rows whose KV is stored
     for table, length in zip(inputs.block_table.tolist(), inputs.kv_lengths.tolist(), strict=True):
-        for index, block in enumerate(table[: -(-length // size)]):
+        for index, block in enumerate(table[: ceil_div(length, size)]):
             rows = range(block * size, block * size + min(size, length - index * size))
             stored = sum(place not in places for place in rows)
             num_stored[block] = max(stored, num_stored.get(block, 0))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
-from ...validation import addressable
+from ...validation import addressable, ceil_div
 from .cache.free_lists import DirtyEntries, MemoryCleaner
 from .cache.memory import ALIGNMENT, UnitSizes
 from .input_pages import input_bytes, input_shapes, page_offsets
@@ -127,7 +127,7 @@ class DeviceMemory:
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
         if division is None and not self._pages.tokens:
             return zeroed(shape, spec.kv_dtype, spec.device), None
-        stride, slots = -(-sizes.block // ALIGNMENT) * ALIGNMENT, None
+        stride, slots = ceil_div(sizes.block, ALIGNMENT) * ALIGNMENT, None
         if division is None:
             shared = zeroed((num_blocks * stride,), torch.uint8, spec.device)
         else:

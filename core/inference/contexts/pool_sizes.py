@@ -10,7 +10,7 @@ import torch
 
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
-from ...validation import INT32_MAX
+from ...validation import INT32_MAX, ceil_div
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
 from .input_pages import NO_PAGES, InputPages, input_bytes, input_shapes, tokens_of_page
 
@@ -120,7 +120,7 @@ def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_pages: i
     Without states, KV or caching, all goes to the other kind. Encoded states and KV get a half each.
     `num_pages`: KV blocks of one request's inputs.
     """
-    longest = -(-config.max_sequence_length // config.block_size_tokens) + num_pages
+    longest = ceil_div(config.max_sequence_length, config.block_size_tokens) + num_pages
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
     caches_states = config.enable_prefix_caching and has_states
@@ -141,9 +141,9 @@ def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_pages: i
         names = config.max_requests * longest + min(4 * slots * longest, _MAX_NAMES)
         return PoolSizes(min(names, INT32_MAX), slots)
     blocks = min(blocks, INT32_MAX)
-    return PoolSizes(
-        blocks, min(blocks, _MAX_NAMES) if config.enable_prefix_caching and not has_states else slots
-    )
+    if config.enable_prefix_caching and not has_states:
+        slots = min(blocks, _MAX_NAMES)
+    return PoolSizes(blocks, slots)
 
 
 def _too_small(config: InferenceConfig, ranks: Sequence[RankMemory], least: Sequence[int]) -> ValueError:

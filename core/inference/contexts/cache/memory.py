@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+from ....validation import ceil_div
+
 ALIGNMENT = 256
 """Bytes. Every slot and every block begins at a multiple of it."""
 MAX_WASTE = 0.02
@@ -37,7 +39,7 @@ class UnitShape(NamedTuple):
     def unit_bytes(self, sizes: UnitSizes) -> int:
         """Bytes of a unit. Slots divide a unit evenly, and so do blocks. Not 0 where a rank has neither."""
         granule = ALIGNMENT * math.lcm(self.slots, self.blocks)
-        return max(1, -(-max(self.slots * sizes.slot, self.blocks * sizes.block) // granule)) * granule
+        return max(1, ceil_div(max(self.slots * sizes.slot, self.blocks * sizes.block), granule)) * granule
 
     def slot_stride(self, sizes: UnitSizes) -> int:
         return self.unit_bytes(sizes) // self.slots
@@ -62,7 +64,7 @@ class UnitShape(NamedTuple):
         small, large = sorted((slot, block))
         best, least = cls(1, 1), math.inf
         for few in range(1, _MAX_PER_UNIT + 1):
-            for many in (few * large // small, -(-few * large // small)):
+            for many in (few * large // small, ceil_div(few * large, small)):
                 shape = cls(few, many) if slot >= block else cls(many, few)
                 waste = shape.waste(ranks)
                 if waste < least:
@@ -104,7 +106,7 @@ class MemoryDivision:
     @property
     def first_state_unit(self) -> int:
         """The first of the units that hold states at the start: half of the units do, or fewer."""
-        return max(self.num_kv_units, -(-self.num_units // 2))
+        return max(self.num_kv_units, ceil_div(self.num_units, 2))
 
     def total_bytes(self, sizes: UnitSizes) -> int:
         """Bytes of the memory on a rank."""
@@ -117,7 +119,7 @@ class MemoryDivision:
         shape = UnitShape.of([rank.sizes for rank in ranks])
         num_live = max(rank.num_live for rank in ranks)
         num_units = min(_MAX_NUMBERS // max(shape), *(_units(rank, shape, num_live) for rank in ranks))
-        return cls(shape, num_live, num_units, -(-blocks_of_longest // shape.blocks))
+        return cls(shape, num_live, num_units, ceil_div(blocks_of_longest, shape.blocks))
 
     def least_bytes(self, sizes: UnitSizes) -> int:
         """Bytes that a rank needs at least: without units but those that always hold KV."""

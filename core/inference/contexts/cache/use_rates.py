@@ -8,9 +8,8 @@ AGE_BOUNDS = (
 )  # fmt: skip
 """Ages, in numbers of requests, at which the buckets begin; the last bucket has no end."""
 NUM_BUCKETS = len(AGE_BOUNDS)
-_WIDTHS = tuple(
-    stop - start for start, stop in zip(AGE_BOUNDS, (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1]), strict=True)
-)
+_STOPS = (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1])
+_WIDTHS = tuple(stop - start for start, stop in zip(AGE_BOUNDS, _STOPS, strict=True))
 _BUCKETS = tuple(zip(AGE_BOUNDS, _WIDTHS, strict=True))
 _PRIOR_STATES = 2.0
 UNIT = 1 << 40
