@@ -230,6 +230,33 @@ def test_requests_that_come_from_inside_a_step_join_the_next_one_on_all_ranks() 
 
 
 @on_leader
+def test_a_stream_from_inside_a_step_that_could_not_be_added_ends() -> None:
+    engine = small_engine()
+    late: list[ms.TokenStream] = []
+
+    class Adding:
+        def step_begun(self, *arguments: object) -> None:
+            if not late:
+                late.append(engine.stream(PROMPTS[0], EIGHT))
+                engine.core.add = failing
+
+        def step_ended(self, *arguments: object) -> None:
+            pass
+
+    def failing(request: object) -> None:
+        del engine.core.add
+        raise MemoryError
+
+    engine.context.observers.append(Adding())
+    with pytest.raises(MemoryError):
+        engine.generate([PROMPTS[2]], EIGHT)
+    engine.reset()
+    for _ in range(20):
+        engine.step()
+    assert late[0].result is not None
+
+
+@on_leader
 def test_interrupts_of_rank_0_at_any_moment_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small_engine()
     caller = Caller(engine)

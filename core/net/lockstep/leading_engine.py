@@ -153,8 +153,9 @@ class LeadingEngine(DynamicInferenceEngine):
                     self._await_followers()
                 return value
             finally:
-                while self._late:
-                    self._lead(*self._late.popleft())
+                while self._late:  # an add that fails is made again by the next call, after a reset
+                    self._lead(*self._late[0])
+                    self._late.popleft()
 
     def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:
         self._check_open()
