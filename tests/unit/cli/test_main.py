@@ -80,7 +80,7 @@ def test_a_wrong_command_line_is_said_in_one_line(
             "mambaslots chat: --memory-gb is 0.001; accepted: at least",
         ),
         (
-            ["serve", MODEL, "--eviction", "README.md:X"],
+            ["serve", MODEL, "--port", "0", "--eviction", "README.md:X"],
             "mambaslots serve: --eviction is 'README.md:X'; accepted: ",
         ),
     ],
@@ -208,7 +208,8 @@ def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("mambaslots.serve.serve", serve_once)
     path = tmp_path / "traffic.jsonl"
-    assert main(["serve", MODEL, "--memory-gb", "0.05", "--device", "cpu", "--record", str(path)]) == 7
+    words = ["serve", MODEL, "--port", "0", "--memory-gb", "0.05", "--device", "cpu", "--record", str(path)]
+    assert main(words) == 7
     (request,) = read_trace(path).requests
     assert (len(request.prompt), len(request.answer)) == (3, 2)
 

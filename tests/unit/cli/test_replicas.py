@@ -38,7 +38,7 @@ def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.C
 
 
 def test_what_makes_no_sense_together_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", MODEL, "--replicas", "2", "--record", str(tmp_path / "trace")]) == 2
+    assert main(["serve", MODEL, "--port", "0", "--replicas", "2", "--record", str(tmp_path / "trace")]) == 2
     assert "--record and --replicas are both given" in capsys.readouterr().err
     assert main(["serve", "/no/model", "--replicas", "2"]) == 2
     assert "'/no/model' is no folder" in capsys.readouterr().err
@@ -55,7 +55,7 @@ def test_a_missing_extra_is_named(
         return imported(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", without_ray)
-    assert main(["serve", MODEL, "--replicas", "2"]) == 1
+    assert main(["serve", MODEL, "--port", "0", "--replicas", "2"]) == 1
     assert "pip install 'mambaslots[fleet]'" in capsys.readouterr().err
 
 
@@ -72,7 +72,7 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("MAMBASLOTS_SALT_KEY", raising=False)
     (tmp_path / "keys").write_text("alice:the-key-of-alice\n")
     words = ["--replicas", "2:5", "--tp", "2", "--ingresses", "2", "--max-requests", "6", "--trace"]
-    assert main(["serve", MODEL, *SIZES, *words, "--api-keys", str(tmp_path / "keys")]) == 7
+    assert main(["serve", MODEL, *SIZES, *words, "--port", "0", "--api-keys", str(tmp_path / "keys")]) == 7
     server, fleet = called["settings"]
     assert server.api_keys == {"alice": "the-key-of-alice"}
     assert fleet == FleetSettings(

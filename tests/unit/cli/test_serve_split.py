@@ -79,5 +79,5 @@ def test_replicas_under_torchrun_are_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert main(["serve", str(MODEL), "--tp", "2"]) == 2
+    assert main(["serve", str(MODEL), "--port", "0", "--tp", "2"]) == 2
     assert "--replicas or --tp is given under torchrun" in capsys.readouterr().err
