@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import CONFIG, read_object
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..serve.settings import listen
 from ..version import VERSION, untested
@@ -98,14 +99,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_early(options: argparse.Namespace) -> None:
-    """Refuse a missing folder, a port in use and options alone before seconds of imports and of loading."""
+    """Refuse a missing or damaged config, a port in use and options alone before seconds of imports."""
     if options.ingresses is not None and options.replicas is options.tp is None:
         raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
     path, accepted = Path(options.model), "accepted: a folder with config.json, or a name on the hub"
     if (options.model.startswith(("/", "./", "../", "~")) or path.exists()) and not path.is_dir():
         raise ValueError(f"{options.model!r} is no folder; {accepted}")
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not (path / CONFIG).is_file():
         raise ValueError(f"{options.model!r} has no config.json; {accepted}")
+    if path.is_dir():
+        read_object(path / CONFIG)
     if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
         listen(options.host, options.port).close()
 

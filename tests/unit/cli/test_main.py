@@ -94,13 +94,17 @@ def test_what_the_user_can_mend_is_said_in_one_line(
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--help"], ["serve"], ["chat", MODEL, "--no-such-option"]], ids=str)
-def test_help_and_mistakes_need_no_torch(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["--help"], ["serve"], ["chat", MODEL, "--no-such-option"], ["serve", "."]], ids=str
+)
+def test_help_and_mistakes_need_no_torch(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
     script = (
         f"import sys\nfrom mambaslots.cli.main import main\n"
-        f"try: main({words})\nfinally: assert 'torch' not in sys.modules"
+        f"try: sys.exit(main({words}))\nfinally: assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "AssertionError" not in done.stderr
     assert done.returncode == (0 if words == ["--help"] else 2)
 
