@@ -333,7 +333,11 @@ def test_ranks_that_placed_differently_are_distinguished_from_a_copy_that_failed
         "prefixes could not be imported: rank 1 of the replica: broken; and ranks "
         "[1] of the replica have other caches than rank 0; accepted: the same on all"
     )
+    with pytest.raises(RuntimeError, match=r"call reset\(\)"):
+        serve(taker)
+    taker.reset()
     taker.context.check_integrity()
+    serve(taker)
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(world: World, folder: Path) -> None:

@@ -143,8 +143,8 @@ class RankConnections:
             peer, message, _ = received
             rank = self._ranks.get(peer)
             if rank is not None and isinstance(message, Outcome):
-                self._num_open[rank] -= 1
                 self._theirs[rank].append(message)
+                self._num_open[rank] -= 1  # now `await_answers`, which takes no lock, may return
                 if message.broken:
                     self.abort(f"rank {rank} {message}; call reset()")
             elif rank is not None and isinstance(message, Failure):

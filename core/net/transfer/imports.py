@@ -119,7 +119,7 @@ def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> Imp
             raise attempt.error
         raise ValueError(attempt.failure)
     incoming = attempt.result(TransferError)
-    with access.engine.changing_cache(CopyError, _DifferentImportsError):
+    with access.engine.changing_cache(CopyError):
         return _copy_in(access, incoming)
 
 

@@ -191,7 +191,7 @@ class StateSlots:
         tier, changed = self.tier, False
         if tier is None or not (tier.host or tier.files):
             return False
-        for depth in range(len(blocks), -(-start // block_size_tokens), -1):
+        for depth in range(len(blocks), start // block_size_tokens, -1):
             key, block = keys[depth - 1], blocks[depth - 1]
             worth = tier.is_worth_fetching(key, depth * block_size_tokens - start)
             if not worth or block in self.tree.slot_of_block:

@@ -213,7 +213,7 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (1, 2):
         slots.commit_slots(slots.reserve_slots([block]))
-    assert slots.fetch_state([1], [101], 0, 1)
+    assert slots.fetch_state([1], [101], 3, 4)  # a request has computed 3 tokens of this block
     assert 1 in slots.tree.slot_of_block
     assert tier.stats().num_states_fetched == 1
 
