@@ -101,6 +101,8 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
             with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
                 status = serve(engine, loaded, settings)
             engine.check_ranks()
+            if engine.core.broken_by is None:  # nccl ends no communicator that a CUDA graph has captured
+                engine.suspend()
             return status
         except RankDiedError as error:
             _end_process(error)

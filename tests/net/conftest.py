@@ -85,7 +85,7 @@ _SPLIT_ON_4_RANKS = {
 _DEAR_ON_4_RANKS = {
     "test_a_busy_cache_decides_alike_on_all_ranks": {"in place", "tp 4"},
     "test_random_traffic": {"in place", "lru", "wide", "tp 4"},
-    "test_scores_are_those_of_the_whole_model": {"tp 4", "tp 2, pp 2"},
+    "test_scores_are_those_of_the_whole_model": {"tp 2, pp 2"},
     "test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset": {"3", "ranks2"},
     "test_each_rank_holds_its_slice_of_the_whole_model_s_states_and_kv": {"None", "tp 4"},
     "test_logits_are_those_of_the_whole_model": {"lfm2", "qwen3_5_moe"},

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mambaslots.inference.engines import step_runner
 from mambaslots.net.lockstep import rank_connections
 from mambaslots.net.transfer.format import TransferError
 from oracle.budget import dear, is_quick
@@ -251,9 +250,9 @@ def test_a_stream_from_inside_a_step_that_could_not_be_added_ends() -> None:
     with pytest.raises(MemoryError):
         engine.generate([PROMPTS[2]], EIGHT)
     engine.reset()
-    for _ in range(20):
-        engine.step()
     assert late[0].result is not None
+    assert late[0].result.finish_reason == "reset"
+    assert engine.generate([PROMPTS[0]], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
 
 
 @on_leader
@@ -461,14 +460,6 @@ def test_a_closed_engine_makes_no_calls() -> None:
     assert engine.stats().num_running == 0
     with pytest.raises(RuntimeError, match="the LeadingEngine is closed"):
         engine.add_request(PROMPTS[0])
-
-
-def test_closing_ends_the_graphs_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else their communicators cannot be destroyed: nccl waits for graphs that have captured one."""
-    cleared: list[object] = []
-    monkeypatch.setattr(step_runner.StepRunner, "clear_graphs", lambda runner: cleared.append(runner))
-    present().run(lambda: deque(small_engine().generate(PROMPTS, EIGHT), 0))
-    assert len(cleared) == 1
 
 
 def close(engine: ms.DynamicInferenceEngine) -> None:

@@ -20,11 +20,9 @@ NOT_SPLIT = {
 LONG = {
     "test_a_paused_request_keeps_a_state_that_only_a_durable_slot_holds",
     "test_a_repeated_prompt_takes_no_second_slot_and_evicts_none",
-    "test_an_evicted_request_restarts_from_its_last_checkpoint",
     "test_any_state_pool_serves_many_at_once",
     "test_cancelling_frees_everything_and_keeps_what_was_computed",
     "test_chunks_of_any_size_compute_the_same",
-    "test_requests_pause_when_kv_runs_out_and_all_finish",
     "test_sampling_depends_on_the_seed_and_not_on_the_cache",
 }
 pytestmark = [

@@ -37,7 +37,7 @@ Split = tuple[int, int]
 
 SYSTEM = random_tokens(21, 0)
 PROMPTS = [SYSTEM + random_tokens(30, 1), SYSTEM + random_tokens(17, 2), random_tokens(40, 3)]
-ANSWER = 2
+ANSWER = 5
 
 
 def engine_at(world: World, split: Split, **overrides: Any) -> ms.DynamicInferenceEngine:

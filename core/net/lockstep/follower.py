@@ -49,7 +49,6 @@ def follow(engine: DynamicInferenceEngine) -> None:
                 if isinstance(call, Lost):
                     raise RankDiedError(call.reasons)
                 calls.answer(_outcome_of(call, engine))
-            engine.core.step_runner.clear_graphs()
         except PeerLostError as error:
             raise RankDiedError({0: f"died, or left: {error}"}) from error
         except RankDiedError:

@@ -89,7 +89,7 @@ class LeadingEngine(DynamicInferenceEngine):
         self._followers: RankConnections | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._late: deque[tuple[msgspec.Struct, Callable[[], object]]] = deque()  # from inside a step
+        self._late: deque[tuple[msgspec.Struct, Callable[[], object], Any]] = deque()  # from inside a step
         self._calling: int | None = None  # the thread that makes a call now
         self._caller = threading.current_thread()  # of the last call
         self._runs_on_all = False
@@ -138,11 +138,13 @@ class LeadingEngine(DynamicInferenceEngine):
         if self._calling == threading.get_ident():
             if call != "add":
                 raise RuntimeError(f"{call} is called from inside a step; call it between steps")
-            self._late.append((message, make))
+            self._late.append((message, make, *arguments))
             return None
         with signals_deferred(), self._lock:
             try:
                 if call == "reset":
+                    self.core.requests |= {request.request_id: request for _, _, request in self._late}
+                    self._late.clear()
                     self._check_open()
                     self._differences()
                     self._followers.any_broken = False
@@ -153,8 +155,8 @@ class LeadingEngine(DynamicInferenceEngine):
                     self._await_followers()
                 return value
             finally:
-                while self._late:  # an add that fails is made again by the next call, after a reset
-                    self._lead(*self._late[0])
+                while self._late and self.core.broken_by is None:  # `reset` ends those of a broken engine
+                    self._lead(*self._late[0][:2])
                     self._late.popleft()
 
     def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:
@@ -317,7 +319,7 @@ class LeadingEngine(DynamicInferenceEngine):
     # ---- the end
 
     def close(self) -> None:
-        """End the calls, and CUDA graphs: `follow` returns on all other ranks. A second call does nothing.
+        """End the calls: `follow` returns on all other ranks. A second call does nothing.
 
         Waits for a call under way, 10 s at most. Requests that have not ended stay where they are, unserved.
 
@@ -326,10 +328,7 @@ class LeadingEngine(DynamicInferenceEngine):
         """
         if self._calling == threading.get_ident():
             raise RuntimeError("close is called from inside a call of the engine; call it afterwards")
-        hangs = bool(self._followers and self._followers.lost)
         self._finalizer()
-        if not hangs and self._calling is None:
-            self.core.step_runner.clear_graphs()  # nccl ends no communicator that a graph has captured
 
     def __enter__(self) -> Self:
         return self

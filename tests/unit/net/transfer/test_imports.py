@@ -41,7 +41,7 @@ NONE = PrefixCounts()
 def serve(engine: ms.DynamicInferenceEngine, prompts: Any = None, salts: Any = None) -> list[int]:
     """Resumed tokens of each; every answer is the recurrence's."""
     prompts, salts = prompts or PROMPTS, salts or SALTS
-    params = ms.SamplingParams(max_tokens=2, return_log_probs=True)
+    params = ms.SamplingParams(max_tokens=5, return_log_probs=True)
     resumed = []
     for prompt, salt in zip(prompts, salts, strict=True):
         result = engine.generate([prompt], params, cache_salt=salt)[0]
