@@ -399,7 +399,7 @@ DISASTERS_PAGE = """# Disasters of others
 This page is generated: `make docs`.
 
 Faults that users of other projects reported of caches of recurrent states, each with its thread, and the
-tests that fail if mambaslots has the fault. The tests compare with the recurrence token by token, with plain
+tests that fail if mambaslots has the fault. The tests compare results with a token-by-token recurrence, with plain
 torch, or with bytes moved by hand. Where a missing hit could hide a wrong state, the test asserts that there
 were hits.
 
