@@ -368,7 +368,7 @@ def test_a_conversation_that_was_just_held_is_shown_with_the_figures_of_the_api(
             if key:
                 visit.page.fill("#try-key", key)
             visit.page.click("#try button")
-            said = ("401: the header", "Resumed 0 of ", r"Resumed (?!0 )\d+ of ")[number]
+            said = ("401: the key is missing", "Resumed 0 of ", r"Resumed (?!0 )\d+ of ")[number]
             visit.page.get_by_text(re.compile(said)).wait_for()
         assert visit.text("#answer")
         visit.page.close()
