@@ -120,7 +120,7 @@ class KnownReplicas:
         with self._lock:
             route = self._routes.get(request.request_id, _Route())
             if set(route.order) != queue_lengths.keys():
-                counts = Counter(route.replica for route in self._routes.values())
+                counts = Counter(other.replica for other in self._routes.values())
                 lengths = queue_lengths.items()
                 loads = [ReplicaLoad(name, max(counts[name], length or 0)) for name, length in lengths]
                 others = [load for load in loads if load.replica not in request.lost]

@@ -23,10 +23,6 @@ class CopyError(RuntimeError):
     """A rank could not copy its part into its pools; no rank has imported anything, the replica serves on."""
 
 
-class _DifferentImportsError(RuntimeError):
-    """The ranks of a replica have come to hold different prefixes."""
-
-
 class Incoming(NamedTuple):
     """What a rank has received of an export whose format fits this engine."""
 
@@ -137,13 +133,12 @@ def _copy_in(access: CacheAccess, incoming: Incoming) -> ImportReport:
         attempt = access.attempt(copy, same=("caches",))
         if attempt.difference:  # perhaps because a rank failed before it had evicted what the others evicted
             reasons = "; and ".join(filter(None, (attempt.failure, attempt.difference)))
-            raise _DifferentImportsError(f"prefixes could not be imported: {reasons}") from attempt.error
+            raise RuntimeError(f"prefixes could not be imported: {reasons}") from attempt.error
         attempt.result(lambda reason: CopyError(f"prefixes could not be imported: {reason}"))
         report = placement.commit()
     except BaseException as error:
-        expected = isinstance(error, (CopyError, _DifferentImportsError))
-        with nullcontext() if expected else suppress(Exception):
-            placement.release()  # after an interrupt the engine repairs its cache, also if this fails
+        with nullcontext() if isinstance(error, CopyError) else suppress(Exception):
+            placement.release()  # after other errors the engine repairs its cache, also if this fails
         raise
     placement.release()
     if report.other_key.prefixes:
