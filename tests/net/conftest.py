@@ -144,7 +144,7 @@ def world() -> Iterator[World]:
     yield World(device)
     gc.collect()
     for runner in [one for one in gc.get_objects() if type(one) is GraphRunner]:
-        runner.clear_graphs()  # engines that were not closed; nccl ends no communicator that a graph captured
+        runner.clear_graphs()  # nccl ends no communicator that a graph has captured
     faulthandler.dump_traceback_later(60, exit=True)
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
