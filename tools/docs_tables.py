@@ -399,9 +399,9 @@ DISASTERS_PAGE = """# Disasters of others
 This page is generated: `make docs`.
 
 Faults that users of other projects reported of caches of recurrent states, each with its thread, and the
-tests that fail if mambaslots has the fault. The tests compare results with a token-by-token recurrence, with plain
-torch, or with bytes moved by hand. Where a missing hit could hide a wrong state, the test asserts that there
-were hits.
+tests that fail if mambaslots has the fault. The tests compare results with a token-by-token recurrence, with
+plain torch, or with bytes moved by hand. Where a missing hit could hide a wrong state, the test asserts that
+there were hits.
 
 `pytest -m "disaster(number=4) and not gpu"` runs the tests of number 4 that need no GPU.
 [reliability.md](reliability.md) lists what is promised.
