@@ -74,9 +74,18 @@ def gpu() -> str:
             "12 users, 4 turns, no cache: mean first token, ms",
             *conversations("first_token_mean_ms", "without cache"),
         ],
-        ["the same with the cache", *conversations("first_token_mean_ms", "with cache")],
-        ["no cache: generated tokens a second", *conversations("generated_tokens_per_s", "without cache")],
-        ["the same with the cache", *conversations("generated_tokens_per_s", "with cache")],
+        [
+            "12 users, 4 turns, with cache: mean first token, ms",
+            *conversations("first_token_mean_ms", "with cache"),
+        ],
+        [
+            "12 users, 4 turns, no cache: generated tokens per second",
+            *conversations("generated_tokens_per_s", "without cache"),
+        ],
+        [
+            "12 users, 4 turns, with cache: generated tokens per second",
+            *conversations("generated_tokens_per_s", "with cache"),
+        ],
     ]
     note = (
         "\nIn brackets: the time divided by its lower bound. For a prompt, the bound is the time of the\n"
@@ -270,7 +279,7 @@ def picture() -> str:
         Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
         {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
         commit {peers["commit"]}. Both: bfloat16, random weights, 12 users with 4 turns each. Right: replayed
-        traces; our code imitates the rules of vLLM and SGLang.
+        traces. The bars of vLLM and SGLang come from our implementations of their caching rules.
         [The comparison](benchmarks/README.md#compared-with-vllm) has the commands and all rows, also those in
         which vLLM is faster.""")
 
