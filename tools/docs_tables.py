@@ -69,7 +69,7 @@ def gpu() -> str:
 
     rows = [
         *([f"first token of a prompt of {tokens:,}, ms", *prefill(tokens)] for tokens in (4096, 16384)),
-        *([f"decode step of {count} at 3,000 tokens, ms", *decode(count)] for count in (1, 8, 32, 128)),
+        *([f"{described(f'decode of {count} at 3,000')}, ms", *decode(count)] for count in (1, 8, 32, 128)),
         [
             "12 users, 4 turns, no cache: mean first token, ms",
             *conversations("first_token_mean_ms", "without cache"),
@@ -95,6 +95,15 @@ def gpu() -> str:
     return markdown(["one NVIDIA H200, bfloat16", *names], rows) + note
 
 
+def described(work: str) -> str:
+    """A row of the costs in words: "decode of 1 at 512" is a step of one request."""
+    kind, _, context = work.partition(" at ")
+    if not context:
+        return f"{kind} tokens"
+    requests = int(kind.removeprefix("decode of "))
+    return f"decode step of {requests} request{'s' * (requests > 1)} with {context} tokens of context"
+
+
 def bits_cost() -> str:
     models = {name: model for name, model in results("bits_h200")["models"].items() if "costs" in model}
     ratios = {
@@ -103,12 +112,12 @@ def bits_cost() -> str:
     works = list(dict.fromkeys(work for found in ratios.values() for work in found))
     rows = [
         [
-            f"{work} tokens",
+            described(work),
             *(f"{100 * (found[work] - 1):+.1f} %" if work in found else "-" for found in ratios.values()),
         ]
         for work in works
     ]
-    return markdown(["time with the setting, one H200", *models], rows)
+    return markdown(["change of the time with `batch_invariant`, one H200", *models], rows)
 
 
 def hand_over() -> str:
@@ -279,7 +288,7 @@ def picture() -> str:
         Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
         {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
         commit {peers["commit"]}. Both: bfloat16, random weights, 12 users with 4 turns each. Right: replayed
-        traces. The bars of vLLM and SGLang come from our implementations of their caching rules.
+        traces; the bars "vLLM's rules" and "SGLang's rules" come from our implementations of their rules.
         [The comparison](benchmarks/README.md#compared-with-vllm) has the commands and all rows, also those in
         which vLLM is faster.""")
 
