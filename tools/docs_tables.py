@@ -124,7 +124,7 @@ def bits_cost() -> str:
 def hand_over() -> str:
     found = results("hand_over_nccl_h200x2")["nccl"]["rows"].items()
     return markdown(
-        ["prefix of an 8B model, two H200", "size", "hand-over over NCCL", "computing it"],
+        ["prefix of an 8B model, two H200", "size", "time to hand it over (NCCL)", "time to compute it"],
         (
             [
                 f"{int(n):,} tokens",
@@ -168,13 +168,8 @@ def routers() -> str:
         if (row["trace"], row["num_replicas"], row["state_gb"]) == ("chat, seed 0", 4, 2.0)
         and row["router"] != "one cache"
     ]
-    return markdown(
-        [
-            "router", "resumed prompt tokens", "relative to one cache of the same total memory",
-            "computed tokens: busiest replica / mean",
-        ],  # fmt: skip
-        rows,
-    )
+    one, load = "relative to one cache of the same total memory", "computed tokens: busiest replica / mean"
+    return markdown(["router", "resumed prompt tokens", one, load], rows)
 
 
 def all_routers() -> str:
