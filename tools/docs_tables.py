@@ -219,7 +219,7 @@ def shares() -> str:
         "ours-lru": "mambaslots, LRU",
         "vllm": "vLLM's rules",
         "sglang": "SGLang's rules",
-        "sglang-cap-3": "SGLang's rules, 3 states a path",
+        "sglang-cap-3": "SGLang's rules, at most 3 states per prompt",
     }
     rows = ([name, *(f"{100 * found[row][trace]:.1f} %" for trace in traces)] for row, name in names.items())
     return markdown(["cache", *traces], rows)
@@ -294,7 +294,7 @@ def picture() -> str:
         Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
         {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
         commit {peers["commit"]}. Both: bfloat16, random weights, 12 users with 4 turns each. Right: replayed
-        traces; the bars "vLLM's rules" and "SGLang's rules" come from our implementations of their rules.
+        traces; the bars "vLLM's rules" and "SGLang's rules" are our implementations of these caches.
         [The comparison](benchmarks/README.md#compared-with-vllm) has the commands and all rows, also those in
         which vLLM is faster.""")
 
@@ -330,39 +330,40 @@ def readme() -> str:
     rows = [
         [
             "Evicts the state whose loss costs the fewest recomputed tokens",
-            f"{shared['ours']} of chat tokens resumed in 22 GB; {shared['vllm']} under vLLM's rules, "
-            f"{shared['sglang']} under SGLang's",
+            f"{shared['ours']} of chat tokens resumed in 22 GB; vLLM's rules: {shared['vllm']}, "
+            f"SGLang's: {shared['sglang']}",
             "`python benchmarks/replay/rows.py`",
         ],
         [
-            "Resumes a conversation where its last answer ended",
-            f"first token of a turn after {first['mambaslots']} ms, vLLM 0.26: {first['vllm']} ms",
+            "Resumes the next turn of a conversation at the last block of the previous answer",
+            f"time to the first token of a turn: {first['mambaslots']} ms; vLLM 0.26: {first['vllm']} ms",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
-            f"{same} of 24 answers; vLLM 0.26 refuses VLLM_BATCH_INVARIANT for these models",
-            "`python benchmarks/bits.py`",
+            f"{same} of 24 answers of Qwen3.5-4B equal; vLLM 0.26 refuses VLLM_BATCH_INVARIANT for it",
+            "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
             "Names the reason of every computed prompt token, and the setting that helps",
-            "9 reasons, on the page and in the metrics",
+            "9 reasons, shown in the server's page and metrics",
             "[operations](docs/operations.md)",
         ],
         [
             "Keeps evicted states in host memory",
-            f"with a tenth of the states on the GPU, {100 * tier['tier']['share']:.0f} % resumed; without "
-            f"host memory {100 * tier['a tenth']['share']:.0f} %",
+            f"GPU memory for a tenth of the states: {100 * tier['tier']['share']:.0f} % of the tokens "
+            "that an unlimited cache resumes; without host memory: "
+            f"{100 * tier['a tenth']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
         [
             "Stores states as int8",
-            f"{more:.1f} times as many states in the same memory",
+            f"{more:.1f} times as many states per GB as in float32",
             "`python benchmarks/encoded_states.py`",
         ],
         [
-            "Is tested for the faults of others",
-            "24 known faults of vLLM, SGLang and LMCache, 24 of megatron-core",
+            "Is tested for known faults of other caches",
+            "24 faults of vLLM, SGLang and LMCache, 24 of megatron-core",
             "[disasters](docs/disasters.md), [megatron](docs/megatron.md#the-faults)",
         ],
     ]
