@@ -1,7 +1,7 @@
 """The rows of this package's own cache, with its policies or with one's own."""
 
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,30 +69,31 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
 
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
     """An engine's configuration in this setting: of a total, encoded states and KV have fixed parts."""
+    memory: dict[str, Any] = {}
     if setting.shape.encodes:
-        changes = {"durable_state_dtype": "bfloat16"} | dict(changes)  # which encoding makes no difference
-    if setting.total_gb is None or setting.shape.encodes:
-        return _config(trace, setting, pool_counts(setting), changes)
-    return _config(trace, setting, None, {"total_gb": setting.total_gb} | dict(changes))
+        memory["durable_state_dtype"] = "bfloat16"  # which encoding makes no difference
+    if setting.total_gb is not None and not setting.shape.encodes:
+        memory["total_gb"] = setting.total_gb
+    else:
+        memory["num_mamba_slots"], memory["num_kv_blocks"] = pool_counts(setting)
+    return _config(trace, setting, memory | dict(changes))
 
 
-def _config(
-    trace: Trace, setting: ReplaySetting, counts: tuple[int, int] | None, changes: Mapping[str, Any]
-) -> InferenceConfig:
-    sizes: dict[str, Any] = {
-        "block_size_tokens": setting.block_size_tokens,
-        "max_requests": setting.max_requests,
-        "max_tokens_per_step": setting.max_tokens_per_step,
-        "max_sequence_length": max(trace.longest, setting.block_size_tokens + 1),
-    }
-    if counts is not None:
-        sizes |= {"num_mamba_slots": counts[0], "num_kv_blocks": counts[1]}
+def _config(trace: Trace, setting: ReplaySetting, settings: dict[str, Any]) -> InferenceConfig:
+    """A configuration with the limits of the setting; `settings` are of its memory and policies."""
     if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts; not for
         # more states than the trace has blocks
         shape = setting.shape
         most_gb = (trace.num_tokens // setting.block_size_tokens + 2) * shape.durable_state_bytes / GIGABYTE
-        sizes["host_cache_gb"] = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
-    return InferenceConfig(**(sizes | dict(changes)))
+        host_gb = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
+        settings = {"host_cache_gb": host_gb} | settings
+    return InferenceConfig(
+        block_size_tokens=setting.block_size_tokens,
+        max_requests=setting.max_requests,
+        max_tokens_per_step=setting.max_tokens_per_step,
+        max_sequence_length=max(trace.longest, setting.block_size_tokens + 1),
+        **settings,
+    )
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,11 @@ class PolicyRow:
         """Settings that differ from the defaults; objects of one's own are made anew."""
         changes: dict[str, Any] = {}
         if self.policy is not None:
-            own = _own("policy", self.policy)
-            if own is None and self.policy not in EVICTION_POLICIES:
-                names = ", ".join(map(repr, EVICTION_POLICIES))
-                raise refused("policy", self.policy, f"one of {names}, or FILE.py:Class")
-            chosen = self.policy if own is None else own
-            changes["eviction_policy"] = checked_policy("policy", chosen)
+            policy = _chosen("policy", self.policy, _named_policy)
+            changes["eviction_policy"] = checked_policy("policy", policy)
         if self.plan is not None:
-            own = _own("plan", self.plan)
-            chosen = parse_plan(self.plan) if own is None else own
-            changes["checkpoint_plan"] = instance("plan", chosen, CheckpointPlan)
+            plan = _chosen("plan", self.plan, parse_plan)
+            changes["checkpoint_plan"] = instance("plan", plan, CheckpointPlan)
         return changes
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
@@ -129,11 +125,18 @@ class PolicyRow:
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
-def _own(what: str, text: str) -> object:
-    """An object of the class that "FILE.py:Class" names; None for text without ".py:"."""
+def _named_policy(name: str) -> str:
+    if name not in EVICTION_POLICIES:
+        names = ", ".join(map(repr, EVICTION_POLICIES))
+        raise refused("policy", name, f"one of {names}, or FILE.py:Class")
+    return name
+
+
+def _chosen(what: str, text: str, named: Callable[[str], object]) -> object:
+    """An object of the class that "FILE.py:Class" names; `named` of other texts."""
     file, found, name = text.rpartition(".py:")
     if not found:
-        return None
+        return named(text)
     path = Path(f"{file}.py")
     if not path.is_file():
         raise refused(what, text, "FILE.py:Class with a file that is there")
@@ -157,7 +160,9 @@ class UnlimitedRow:
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
-        config = _config(trace, setting, (num_prefixes + 1, num_prefixes + num_held), {})
+        config = _config(
+            trace, setting, {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}
+        )
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 

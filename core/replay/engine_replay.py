@@ -46,23 +46,19 @@ class Arrivals:
     """
 
     def __init__(self, trace: Trace, *, one_after_another: bool = False) -> None:
-        self._gap_before: list[int] = []  # of each request, after the request before it in its session
-        self._next_of: list[int] = []  # the next request of the session, or -1
+        self._following: dict[int, tuple[int, int]] = {}  # the next request of the session, and the gap
         self._arrival_ns: dict[int, int] = {}  # of requests that run or wait
         self._upcoming: list[tuple[int, int]] = []  # (time, request), a heap
-        last: dict[int, int] = {}
+        last: dict[int, tuple[int, int]] = {}  # of each session: request and time
         for index, request in enumerate(trace.requests):
             at_ns = round(request.arrival_s * NANOSECONDS)
             session = 0 if one_after_another else request.session
-            before = last.get(session, -1)
-            self._next_of.append(-1)
-            if before < 0:
-                self._upcoming.append((at_ns, index))
-                self._gap_before.append(0)
+            if session in last:
+                before, before_ns = last[session]
+                self._following[before] = index, at_ns - before_ns
             else:
-                self._next_of[before] = index
-                self._gap_before.append(at_ns - round(trace.requests[before].arrival_s * NANOSECONDS))
-            last[session] = index
+                self._upcoming.append((at_ns, index))
+            last[session] = index, at_ns
         heapq.heapify(self._upcoming)
 
     @property
@@ -90,10 +86,10 @@ class Arrivals:
 
     def note_end(self, index: int, now_ns: int) -> None:
         """Schedule the session's next request: the answer of `index` has ended."""
-        arrival_ns, following = self._arrival_ns.pop(index), self._next_of[index]
-        if following >= 0:
-            at_ns = max(arrival_ns + self._gap_before[following], now_ns)
-            heapq.heappush(self._upcoming, (at_ns, following))
+        arrival_ns = self._arrival_ns.pop(index)
+        if index in self._following:
+            following, gap_ns = self._following[index]
+            heapq.heappush(self._upcoming, (max(arrival_ns + gap_ns, now_ns), following))
 
 
 class ContextWithoutMemory(DynamicInferenceContext):
@@ -150,17 +146,13 @@ class EngineReplay:
 
     def step(self) -> bool:
         """Make the next step and the quiet decodes after it; False where nothing is left."""
-        self._add_requests()
-        batch = self.scheduler.schedule()
-        while not batch:
-            next_ns = self.arrivals.next_ns
-            if next_ns is None:
+        while not (batch := self._scheduled()):
+            if (next_ns := self.arrivals.next_ns) is None:
                 return False
             self.now_ns = max(self.now_ns, next_ns)
-            self._add_requests()
-            batch = self.scheduler.schedule()
         self._make(batch)
-        if not self._may_admit:
+        has_free_rows = len(self.scheduler.running) < self.context.config.max_requests
+        if not (self.scheduler.waiting and has_free_rows):
             self._pass_quiet_decodes()
         return True
 
@@ -182,10 +174,12 @@ class EngineReplay:
 
     # ---- requests
 
-    def _add_requests(self) -> None:
+    def _scheduled(self) -> Batch:
+        """The requests of the next step, among them those that have arrived by now."""
         while numbers := self.arrivals.due(self.now_ns):
             for number in numbers:
                 self._add(number)
+        return self.scheduler.schedule()
 
     def _add(self, number: int) -> None:
         entry, config = self._trace.requests[number], self.context.config
@@ -237,12 +231,6 @@ class EngineReplay:
     def _step_ns(self, num_prefill_tokens: int, num_decodes: int) -> int:
         return round(self._cost.seconds(num_prefill_tokens, num_decodes) * NANOSECONDS)
 
-    @property
-    def _may_admit(self) -> bool:
-        """Whether a request waits and a row is free."""
-        has_free_rows = len(self.scheduler.running) < self.context.config.max_requests
-        return bool(self.scheduler.waiting) and has_free_rows
-
     def _pass_quiet_decodes(self) -> None:
         """Make all the steps that would only move the running requests' positions."""
         running = self.scheduler.running
@@ -254,8 +242,7 @@ class EngineReplay:
             number = min(number, self.context.num_quiet_decodes(request))
             if not number:
                 return
-        horizon_ns = self.arrivals.horizon_ns
-        if horizon_ns is not None:
+        if (horizon_ns := self.arrivals.horizon_ns) is not None:
             number = min(number, -(-(horizon_ns - self.now_ns) // max(step_ns, 1)))
         if number > 0:
             self._pass_decodes(number, step_ns)

@@ -1,7 +1,7 @@
 """Generated traces: a kind, a seed and a scale give the same requests everywhere."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -67,55 +67,47 @@ def _sessions(draws: Draws, count: float, gap_s: float) -> Iterator[tuple[int, f
         yield session, at_s
 
 
-def _joined(parts: Sequence[Tokens]) -> Tokens:
-    return np.concatenate(parts).astype(np.int32, copy=False)
-
-
-def _chat(draws: Draws, scale: float) -> list[TraceRequest]:
+def _chat(draws: Draws, scale: float) -> Iterator[TraceRequest]:
     """Sessions begin as a Poisson process, about 120 at once; 8 system prompts by Zipf, geometric turns."""
     systems = [draws.text(draws.lognormal(1000, 0.5, 300, 4000)) for _ in range(8)]
-    requests: list[TraceRequest] = []
     for session, at_s in _sessions(draws, 240 * scale, 1.7):
         history = [systems[draws.zipf(len(systems))]]
         for _ in range(draws.geometric(11.0)):
             user = draws.text(draws.lognormal(60, 0.8, 4, 2000))
             reply = draws.text(draws.lognormal(200, 0.6, 8, 2000))
             history.append(user)
-            requests.append(TraceRequest(at_s, session, _joined(history), reply))
+            yield TraceRequest(at_s, session, np.concatenate(history), reply)
             history.append(reply)
             words = draws.lognormal(60, 1.5, 2, 2400)
             at_s += len(reply) * _DECODE_S + words / _TOKENS_PER_S
-    return requests
 
 
-def _fork(draws: Draws, scale: float) -> list[TraceRequest]:
+def _fork(draws: Draws, scale: float) -> Iterator[TraceRequest]:
     """Conversations where answers are generated again, or an earlier turn is edited."""
     system = draws.text(900)
-    requests: list[TraceRequest] = []
     for session, at_s in _sessions(draws, 150 * scale, 9.0):
         turns = [[system, draws.text(draws.lognormal(60, 0.8, 4, 2000))]]
         for _ in range(draws.geometric(14.0)):
-            prompt = _joined([part for turn in turns for part in turn])
+            prompt = np.concatenate([part for turn in turns for part in turn])
             reply = draws.text(draws.lognormal(250, 0.6, 8, 2000))
-            requests.append(TraceRequest(at_s, session, prompt, reply))
+            yield TraceRequest(at_s, session, prompt, reply)
             at_s += len(reply) * _DECODE_S + draws.lognormal(60, 1.0, 2, 2000) / _TOKENS_PER_S
             action = draws.uniform()
             if action < 0.2:
                 continue
             if action < 0.4:
                 del turns[draws.integer(1, len(turns)) :]
-                turns[-1][-1] = draws.text(draws.lognormal(60, 0.8, 4, 2000))
-                continue
-            turns[-1].append(reply)
-            turns.append([draws.text(draws.lognormal(60, 0.8, 4, 2000))])
-    return requests
+                turns[-1].pop()
+            else:
+                turns[-1].append(reply)
+                turns.append([])
+            turns[-1].append(draws.text(draws.lognormal(60, 0.8, 4, 2000)))
 
 
-def _agent(draws: Draws, scale: float) -> list[TraceRequest]:
+def _agent(draws: Draws, scale: float) -> Iterator[TraceRequest]:
     """Tasks of about 30 turns of action and observation on 5 templates; old observations are removed."""
     templates = [draws.text(draws.log_uniform(2000, 8000)) for _ in range(5)]
     removed = draws.text(12)
-    requests: list[TraceRequest] = []
     for session, at_s in _sessions(draws, 72 * scale, 8.0):
         template = templates[draws.integer(0, len(templates) - 1)]
         head = [template, draws.text(draws.lognormal(150, 0.6, 20, 2000))]
@@ -123,34 +115,29 @@ def _agent(draws: Draws, scale: float) -> list[TraceRequest]:
         for turn in range(draws.integer(20, 40)):
             if turn > 5:
                 turns[turn - 6][1] = removed
-            prompt = _joined(head + [part for parts in turns for part in parts])
+            prompt = np.concatenate(head + [part for parts in turns for part in parts])
             action = draws.text(draws.lognormal(100, 0.6, 10, 1000))
-            requests.append(TraceRequest(at_s, session, prompt, action))
+            yield TraceRequest(at_s, session, prompt, action)
             turns.append([action, draws.text(draws.lognormal(250, 1.2, 10, 8000))])
             at_s += len(action) * _DECODE_S + draws.lognormal(8, 1.2, 1, 600)
-    return requests
 
 
-def _documents(draws: Draws, scale: float) -> list[TraceRequest]:
+def _documents(draws: Draws, scale: float) -> Iterator[TraceRequest]:
     """Documents of 4,000 to 32,000 tokens, each with questions of 30 to 300 tokens."""
-    requests: list[TraceRequest] = []
     for session, at_s in _sessions(draws, 120 * scale, 22.0):
         document = draws.text(draws.log_uniform(4000, 32000))
         for _ in range(draws.geometric(14.0)):
             question = draws.text(draws.integer(30, 300))
             answer = draws.text(draws.lognormal(150, 0.6, 8, 1000))
-            requests.append(TraceRequest(at_s, session, _joined([document, question]), answer))
+            yield TraceRequest(at_s, session, np.concatenate([document, question]), answer)
             at_s += draws.lognormal(20, 1.8, 1, 3600)
-    return requests
 
 
-def _unique(draws: Draws, scale: float) -> list[TraceRequest]:
+def _unique(draws: Draws, scale: float) -> Iterator[TraceRequest]:
     """Prompts that share nothing, each a session of its own: traffic that no cache helps."""
-    requests: list[TraceRequest] = []
     for session, at_s in _sessions(draws, 1500 * scale, 0.5):
         prompt = draws.text(draws.lognormal(1200, 0.8, 20, 16000))
-        requests.append(TraceRequest(at_s, session, prompt, draws.text(draws.lognormal(150, 0.6, 8, 1000))))
-    return requests
+        yield TraceRequest(at_s, session, prompt, draws.text(draws.lognormal(150, 0.6, 8, 1000)))
 
 
 GENERATORS = {"chat": _chat, "agent": _agent, "documents": _documents, "fork": _fork, "unique": _unique}
@@ -176,6 +163,6 @@ def generate(kind: str, seed: int, *, scale: float = 1.0) -> Trace:
     kind = one_of("kind", kind, KINDS)
     seed = integer("seed", seed, 0, 2**63 - 1)
     scale = real("scale", scale, 0.0)
-    requests = GENERATORS[kind](Draws(seed, KINDS.index(kind)), scale)
-    requests.sort(key=lambda request: (request.arrival_s, request.session))
+    drawn = GENERATORS[kind](Draws(seed, KINDS.index(kind)), scale)
+    requests = sorted(drawn, key=lambda request: (request.arrival_s, request.session))
     return Trace(f"{kind}, seed {seed}", requests)

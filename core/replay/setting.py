@@ -1,6 +1,6 @@
 """What a replay serves a trace with: a model's sizes, memory and limits; and its result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,34 +112,24 @@ class ReplayRow(Protocol):
         """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
-def _nemotron_h_8b(state_dtype: str | None) -> ModelShape:
-    states = mamba2_states(
-        layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
-        conv_dtype=torch.bfloat16, ssm_dtype=torch.float32, grid=128,
-    )  # fmt: skip
-    spec = _spec(states, 4, 8, 128)
-    return shape_of("nemotron-h-8b", spec, state_dtype, hidden_size=4096, num_mlp_layers=24)
-
-
-def _qwen3_5_35b(state_dtype: str | None) -> ModelShape:
-    states = gated_delta_net_states(
-        layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
-        conv_dtype=torch.bfloat16, state_dtype=torch.float32,
-    )  # fmt: skip
-    spec = _spec(states, 10, 2, 256)
-    return shape_of("qwen3.5-35b", spec, state_dtype, hidden_size=2048, num_mlp_layers=40)
-
-
 def _spec(states: tuple[StateTensor, ...], layers: int, heads: int, dim: int) -> HybridStateSpec:
     """With attention layers, KV heads and their dimension."""
     return HybridStateSpec(states, layers, heads, dim, torch.bfloat16, 1 << 17, torch.device("cpu"))
 
 
-MODELS: dict[str, Callable[[str | None], ModelShape]] = {
-    "nemotron-h-8b": _nemotron_h_8b,
-    "qwen3.5-35b": _qwen3_5_35b,
+_NEMOTRON_H_8B = mamba2_states(
+    layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
+    conv_dtype=torch.bfloat16, ssm_dtype=torch.float32, grid=128,
+)  # fmt: skip
+_QWEN3_5_35B = gated_delta_net_states(
+    layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
+    conv_dtype=torch.bfloat16, state_dtype=torch.float32,
+)  # fmt: skip
+MODELS = {
+    "nemotron-h-8b": (_spec(_NEMOTRON_H_8B, 4, 8, 128), 4096, 24),
+    "qwen3.5-35b": (_spec(_QWEN3_5_35B, 10, 2, 256), 2048, 40),
 }
-"""Models that need no config: Nemotron-H-8B, and Qwen3.5-35B-A3B."""
+"""Nemotron-H-8B and Qwen3.5-35B-A3B, which need no config: spec, hidden size and number of MLP layers."""
 
 
 def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
@@ -156,7 +146,7 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
     if model in MODELS:
-        return MODELS[model](state_dtype)
+        return shape_of(model, *MODELS[model], state_dtype)
     path = Path(model)
     if not path.exists():
         raise ValueError(
@@ -169,10 +159,7 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     spec = architectures.state_spec(text, text.dtype or config.dtype or torch.bfloat16)
     named = [name in ("mlp", "moe") for name in text.layer_types]
     num_mlp_layers = sum(named) if any(named) or text.model_type == "mamba2" else len(named)
-    return shape_of(
-        name_of(path), spec, state_dtype,
-        hidden_size=text.hidden_size, num_mlp_layers=num_mlp_layers,
-    )  # fmt: skip
+    return shape_of(name_of(path), spec, text.hidden_size, num_mlp_layers, state_dtype)
 
 
 def name_of(path: Path) -> str:
@@ -182,7 +169,7 @@ def name_of(path: Path) -> str:
 
 
 def shape_of(
-    name: str, spec: HybridStateSpec, state_dtype: str | None = None, *, hidden_size: int, num_mlp_layers: int
+    name: str, spec: HybridStateSpec, hidden_size: int, num_mlp_layers: int, state_dtype: str | None = None
 ) -> ModelShape:
     """The shape of a model with this spec; `state_dtype` as for `model_shape`."""
     widths = {"ssm": 2, "delta": 1}  # where the shape of a recurrent tensor has its state size
