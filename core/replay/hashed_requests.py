@@ -8,7 +8,7 @@ import numpy as np
 
 from ..validation import ceil_div
 from .trace import Tokens, TraceRequest
-from .trace_line import Numbers, TraceLine
+from .trace_line import TraceLine
 
 _MAX_ENDS = 8  # candidates per block for the request before
 
@@ -35,7 +35,7 @@ def infer_lineage(lines: Sequence[TraceLine], head: int) -> Lineage:
     for index, line in enumerate(lines):
         path, size = line.blocks, line.hash_tokens
         whole = line.num_prompt // size
-        before = _before(index, lines, path[:whole], ends, head)
+        before = _before(line, lines, ends, head)
         if before is not None:
             sessions[index] = sessions[before]
             earlier, depth = lines[before], len(lines[before].blocks)
@@ -55,13 +55,10 @@ def infer_lineage(lines: Sequence[TraceLine], head: int) -> Lineage:
     return Lineage(sessions, successors, partials)
 
 
-def _before(
-    index: int, lines: Sequence[TraceLine], path: Numbers, ends: dict[int, list[int]], head: int
-) -> int | None:
-    """The request that this one continues."""
-    line = lines[index]
-    for depth in range(len(path), head, -1):
-        for other in reversed(ends.get(int(path[depth - 1]), ())):
+def _before(line: TraceLine, lines: Sequence[TraceLine], ends: dict[int, list[int]], head: int) -> int | None:
+    """The request that `line` continues."""
+    for depth in range(line.num_prompt // line.hash_tokens, head, -1):
+        for other in reversed(ends.get(int(line.blocks[depth - 1]), ())):
             earlier = lines[other]
             num_known = earlier.num_prompt + earlier.num_answer
             if num_known < line.num_prompt and earlier.arrival_s < line.arrival_s:

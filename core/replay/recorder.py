@@ -71,8 +71,16 @@ class TraceRecorder:
 
     def close(self) -> None:
         """End the recording, without running requests. No other thread may call the engine meanwhile."""
-        if self._file is not None:
-            self._end()
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            file.close()
+        except OSError as error:
+            self.failed = True
+            logger.warning("the recording %s may lack its end: %s", self.path, error)
+        with contextlib.suppress(ValueError):  # the engine may have dropped the recorder
+            self._engine.unobserve(self)
 
     def flush(self) -> None:
         """Write the requests that have ended, as happens every 5 s while requests end."""
@@ -127,15 +135,4 @@ class TraceRecorder:
         except OSError as error:
             self.failed = True
             logger.warning("the recording %s has ended, because it cannot be written: %s", self.path, error)
-            self._end()
-
-    def _end(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                self.failed = True
-                logger.warning("the recording %s may lack its end: %s", self.path, error)
-        with contextlib.suppress(ValueError):  # the engine may have dropped the recorder
-            self._engine.unobserve(self)
+            self.close()

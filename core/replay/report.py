@@ -15,6 +15,7 @@ from .trace import Trace
 
 _UNLIMITED = "unlimited pool"
 _MIN_LOST = 0.0005
+_BUDGETS = ("state_gb", "kv_gb", "total_gb")
 
 
 @dataclass(frozen=True)
@@ -163,14 +164,12 @@ def _listed(shares: Iterable[float]) -> str:
 def plain(outcome: CellResult) -> dict[str, Any]:
     """A result as plain values."""
     setting, result = outcome.cell.setting, outcome.result
-    budgets: dict[str, Any] = dict.fromkeys(("state_gb", "kv_gb", "total_gb"))
-    if outcome.cell.row != UNLIMITED:
-        budgets = {name: getattr(setting, name) for name in budgets}
+    has_budget = outcome.cell.row != UNLIMITED
     values: dict[str, Any] = {
         "trace": outcome.trace,
         "row": outcome.cell.row.name,
         "num_requests": outcome.num_requests,
-        **budgets,
+        **{name: getattr(setting, name) if has_budget else None for name in _BUDGETS},
         "share": outcome.share,
         "flops_saved": outcome.flops_saved,
         "refusal": outcome.refusal or None,
@@ -184,11 +183,7 @@ def plain(outcome: CellResult) -> dict[str, Any]:
 
 def plain_setting(setting: ReplaySetting) -> dict[str, Any]:
     """The part of a setting that all cells share, as plain values."""
-    values = asdict(setting)
-    return {
-        name: values[name]
-        for name in ("shape", "max_requests", "max_tokens_per_step", "block_size_tokens", "cost", "host_gb")
-    }
+    return {name: value for name, value in asdict(setting).items() if name not in _BUDGETS}
 
 
 _NEAR = 0.01  # shares that differ by no more count as equal
