@@ -279,6 +279,11 @@ class ParallelGroups:
         return [group for group in groups if group is not None and dist.get_world_size(group) > 1]
 
 
+def checked_groups(groups: object) -> ParallelGroups:
+    """The argument `groups`; None is one rank, and anything else that is no ParallelGroups a ValueError."""
+    return ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+
+
 def _devices(group: ProcessGroup) -> str:
     """The devices of a group's tensors and their backends: "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(group))

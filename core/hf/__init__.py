@@ -6,7 +6,7 @@ current_step, mixers                 a step's sequences while the model runs; mi
 interfaces                           the attention and experts that transformers calls
 fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
 moved_hooks                          private parts of transformers that another version lacks
-split, weight_part                   a rank's part of each weight
+split                                a rank's part of each weight
 """
 
 from importlib.util import find_spec

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..files import CONFIG, ModelFolderError
 from ..model_parts import ModelShard, Part
+from ..models.weight_part import part_of
 from ..parallel_groups import ParallelGroups
 from ..state_spec import (
     HybridStateSpec,
@@ -30,7 +31,6 @@ from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotr
 from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
 from .mixers import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
-from .weight_part import part_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.layer_steps import head_logits
 from .current_step import CurrentStep
 from .fused_modules import AttentionForward, NormForward, mlp_forward, scaled
 
@@ -162,16 +162,9 @@ def _install_head(model: nn.Module, config: Any, step: CurrentStep) -> None:
     if type(head) is not nn.Linear or head.bias is not None:
         return
 
-    def forward(hidden: Tensor) -> Tensor:
-        logits = step.kernels.head_product(hidden, head.weight)
-        size = step.groups.tensor_size
-        if size > 1:
-            most = -(-config.vocab_size // size)
-            own = F.pad(logits, (0, most - logits.shape[-1]))
-            logits = step.groups.gather_columns(own)[..., : config.vocab_size].contiguous()
-        return logits
-
-    head.forward = forward
+    head.forward = lambda hidden: head_logits(
+        hidden, head.weight, config.vocab_size, step.groups, step.kernels
+    )
 
 
 def modules_of(model: nn.Module, name: str) -> list[nn.Module]:

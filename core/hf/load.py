@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 
 from .. import validation
 from ..files import CONFIG, ModelFolderError, existing_folder, read_object, section
-from ..parallel_groups import ParallelGroups
-from ..validation import instance
+from ..parallel_groups import ParallelGroups, checked_groups
 from . import architectures
 from .architectures import restore_buffers, skeleton
 from .served_model import ServedModel
@@ -75,7 +74,7 @@ def load(
         ValueError: the architecture is not served, or a size cannot be split over `groups`.
     """
     target = validation.device("device", device)
-    groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+    groups = checked_groups(groups)
     if dtype is not None:
         validation.float_dtype("dtype", dtype)
     folder = model_folder(path_or_name)

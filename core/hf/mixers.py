@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..inference.kernels.operands import DeltaNet
-from ..models.layer_steps import convolve, gated_rms_norm_over_ranks, run_delta_net, scan_ssd
+from ..models.layer_steps import Mamba2, convolve, gated_norm, run_delta_net, run_mamba2
 from .current_step import CurrentStep
 from .fused_modules import scaled
 from .joint_linear import JointLinear
@@ -23,47 +23,39 @@ class Mamba2Forward:
         self._mixer = mixer
         self._layer = layer
         self._step = step
-        self._shortest, self._longest = map(float, mixer.time_step_limit or (0.0, "inf"))
+        self._limits = tuple(map(float, mixer.time_step_limit or (0.0, "inf")))
         norm: Any = mixer.norm if getattr(mixer, "mamba_rms_norm", True) else None
         self._gates_first = not getattr(norm, "norm_before_gate", False)
-        self._group_width = getattr(norm, "group_size", 0)
-        """Channels of the whole model that are normalised together; 0 without a norm."""
-        if hasattr(norm, "n_groups"):
-            self._group_width = mixer.intermediate_size * step.groups.tensor_size // norm.n_groups
+        self._num_norm_groups = 0  # of the whole model; 0 without a norm
+        if norm is not None:
+            width = mixer.intermediate_size * step.groups.tensor_size
+            self._num_norm_groups = norm.n_groups if hasattr(norm, "n_groups") else width // norm.group_size
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
-        mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        inner, heads, layer, conv = mixer.intermediate_size, mixer.num_heads, self._layer, mixer.conv1d
+        mixer, kernels, conv = self._mixer, self._step.kernels, self._mixer.conv1d
         projected = mixer.in_proj(scaled(hidden_states[0], getattr(mixer, "ssm_in_multiplier", 1)))
         if hasattr(mixer, "mup_vector"):
             projected = projected * mixer.mup_vector[0]
-        gate, raw, dt = torch.split(projected, [inner, mixer.conv_dim, heads], dim=-1)
-        dt, A = kernels.time_steps(dt, mixer.dt_bias, mixer.A_log, self._shortest, self._longest)
-        xBC = convolve(raw, conv.weight.squeeze(1), conv.bias, "conv", layer, inputs, kernels)
-        x, B, C = torch.split(xBC, [inner, *[mixer.n_groups * mixer.ssm_state_size] * 2], dim=-1)
-        x = torch.unflatten(x, -1, (heads, mixer.head_dim))
-        B, C = (torch.unflatten(part, -1, (mixer.n_groups, mixer.ssm_state_size)) for part in (B, C))
-        y = scan_ssd(x, dt, A, B, C, mixer.D, layer, inputs, kernels)
-        out: Tensor = mixer.out_proj(self._gate(y.flatten(1), gate))
+        gate, raw, dt = torch.split(
+            projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1
+        )
+        heads, groups = (mixer.num_heads, mixer.head_dim), (mixer.n_groups, mixer.ssm_state_size)
+        made_of = conv.weight.squeeze(1), conv.bias, mixer.A_log, mixer.dt_bias, mixer.D
+        net = Mamba2(*made_of, heads, groups, *self._limits)
+        y = run_mamba2(raw, dt, net, self._layer, self._step.inputs, kernels)
+        out: Tensor = mixer.out_proj(self._gated(y, gate))
         return out[None]
 
-    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The gated norm of y, both [T, intermediate]; the gate alone where the module has no norm."""
-        kernels, ranks, width = self._step.kernels, self._step.groups, self._group_width
-        if not width:
+        kernels, num_groups = self._step.kernels, self._num_norm_groups
+        if not num_groups:
             return kernels.silu_mul(gate, y)
-        weight, eps = self._mixer.norm.weight, self._mixer.norm.variance_epsilon
-        if width > y.shape[1]:
-            num_groups = y.shape[1] * ranks.tensor_size // width
-            dtype = kernels.compute_dtype(y.dtype)
-            return gated_rms_norm_over_ranks(
-                y, gate, weight, eps, num_groups, ranks, dtype, gates_first=self._gates_first
-            )
-        if self._gates_first:
-            return kernels.gated_rms_norm(y, gate, weight, y.shape[1] // width, eps)
-        y, gate, weight = (torch.unflatten(tensor, -1, (-1, width)) for tensor in (y, gate, weight))
-        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
+        return gated_norm(
+            y, gate, self._mixer.norm.weight, self._mixer.norm.variance_epsilon, num_groups,
+            self._step.groups, kernels, gates_first=self._gates_first,
+        )  # fmt: skip
 
 
 Projections = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
-from ..parallel_groups import ParallelGroups
+from ..parallel_groups import ParallelGroups, checked_groups
 from ..state_spec import HybridStateSpec
-from ..validation import instance
 from . import architectures
 from .current_step import CurrentStep
 from .fusions import install as install_fused
@@ -47,7 +46,7 @@ class ServedModel:
 
     @names_moved_hooks
     def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
-        self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+        self.groups = checked_groups(groups)
         self.config = architectures.text_config(model.config)
         self._architecture = architectures.architecture_of(self.config)
         accepted = self._architecture.named("ForCausalLM")

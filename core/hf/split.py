@@ -1,16 +1,71 @@
 """One rank's part of a model of transformers: which rows and columns of each weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from ..model_parts import Part
+from ..models.weight_part import (
+    WeightPart,
+    delta_net_channels,
+    mamba2_channels,
+    part_of,
+    set_weight,
+    shifted,
+    span,
+    vocabulary_part_of,
+)
 from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .architectures import ARCHITECTURES, architecture_of
 from .fused_modules import mlp_projections
-from .weight_part import ModuleSplit, WeightPart, set_weight, shifted, span, vocabulary_part_of
+
+
+class ModuleSplit:
+    """The parts of a module's weights by name (None: of another rank), and its attributes' new sizes."""
+
+    def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
+        self.module: Any = module
+        self.groups = groups
+        self.parts: dict[str, WeightPart | None] = {}
+        self.sizes: dict[str, Any] = {}
+
+    def part(self, name: str, total: int | None = None, *, shared: bool = False) -> Part:
+        """This rank's equal part of what the attribute `name` counts, or of `total`; else a ValueError.
+
+        With `shared`, several ranks hold one unit where there are more ranks.
+        """
+        total, size = getattr(self.module, name) if total is None else total, self.groups.tensor_size
+        if total % size and not (shared and size % total == 0):
+            raise ValueError(
+                f"{name} of {type(self.module).__name__} is {total}; accepted: a multiple "
+                f"{'or a divisor ' * shared}of the {size} ranks of the tensor group"
+            )
+        return part_of(total, self.groups)
+
+    def rows(self, name: str, ranges: Iterable[range]) -> None:
+        """A child computes these outputs of a projection or convolution."""
+        ranges, child = tuple(ranges), getattr(self.module, name)
+        for weight in ("weight", "bias"):
+            if getattr(child, weight) is not None:
+                self.tensor(f"{name}.{weight}", ranges)
+
+    def columns(self, name: str, ranges: Iterable[range]) -> None:
+        """A child reads these inputs; the ranks' outputs are summed, and the first rank adds the bias."""
+        self.tensor(f"{name}.weight", ranges, dim=1)
+        self.on_first_rank(name)
+
+    def on_first_rank(self, name: str) -> None:
+        """The first rank alone adds the bias of a child whose outputs are summed."""
+        if getattr(self.module, name).bias is not None and self.groups.tensor_rank > 0:
+            self.parts[f"{name}.bias"] = None
+
+    def tensor(self, name: str, ranges: Iterable[range], dim: int = 0) -> None:
+        """These indices of a parameter or buffer."""
+        path, _, leaf = name.rpartition(".")
+        whole = getattr(self.module.get_submodule(path), leaf)
+        self.parts[name] = WeightPart(dim, tuple(ranges), whole.shape[dim])
 
 
 def split_attention(split: ModuleSplit) -> None:
@@ -68,11 +123,8 @@ def split_latent_experts(split: ModuleSplit) -> None:
 def split_mamba2(split: ModuleSplit) -> None:
     """A Mamba-2 mixer. Rows of `in_proj` are the gate, x, B, C and the time steps."""
     mixer = split.module
-    inner, width = mixer.intermediate_size, mixer.ssm_state_size
     heads, groups = split.part("num_heads"), split.part("n_groups", shared=True)
-    x = span(heads, mixer.head_dim)
-    conv = [x, span(groups, width, inner), span(groups, width, inner + mixer.n_groups * width)]
-    projected = [x, *shifted(conv, inner), span(heads, 1, inner + mixer.conv_dim)]
+    x, conv, projected = mamba2_channels(heads, mixer.head_dim, groups, mixer.ssm_state_size)
     split.rows("in_proj", projected)
     split.rows("conv1d", conv)
     for name in ("A_log", "D", "dt_bias"):
@@ -89,10 +141,9 @@ def split_mamba2(split: ModuleSplit) -> None:
 def split_gated_delta_net(split: ModuleSplit) -> None:
     """A gated delta net of Qwen3-Next or Qwen3.5; value heads of a rank read key heads of the same rank."""
     mixer = split.module
-    key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
     keys, heads = split.part("num_k_heads", shared=True), split.part("num_v_heads")
-    q, v = span(keys, key_dim), span(heads, value_dim)
-    conv = [q, *shifted([q], mixer.key_dim), *shifted([v], 2 * mixer.key_dim)]
+    conv = delta_net_channels(keys, mixer.head_k_dim, heads, mixer.head_v_dim)
+    v = span(heads, mixer.head_v_dim)
     if hasattr(mixer, "in_proj_qkvz"):
         _split_interleaved(split)
     else:
@@ -105,7 +156,7 @@ def split_gated_delta_net(split: ModuleSplit) -> None:
         split.tensor(name, [span(heads, 1)])
     split.columns("out_proj", [v])
     split.sizes |= {"num_k_heads": keys.count, "num_v_heads": heads.count}
-    split.sizes |= {"key_dim": len(q), "value_dim": len(v), "conv_dim": sum(map(len, conv))}
+    split.sizes |= {"key_dim": len(conv[0]), "value_dim": len(v), "conv_dim": sum(map(len, conv))}
 
 
 def _split_interleaved(split: ModuleSplit) -> None:

@@ -20,10 +20,10 @@ from transformers.core_model_loading import (
 )
 
 from ..files import ModelFolderError
+from ..models.weight_part import WeightPart, set_weight
 from ..progress import ProgressBar
 from .moved_hooks import names_moved_hooks
 from .weight_files import WeightFiles
-from .weight_part import WeightPart, set_weight
 
 Parts = Mapping[str, WeightPart | None]
 """What a rank keeps of the weights that ranks split, by their names; None: nothing."""

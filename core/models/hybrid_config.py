@@ -1,6 +1,6 @@
 """The shape of a `HybridLM`, and of one rank's part of it."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from ..model_parts import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
 from ..validation import INT32_MAX, float_dtype, integer, real, refused
+from .weight_part import part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ class HybridConfig:
 
     def part_of(self, name: str, groups: ParallelGroups) -> Part:
         """This rank's part of the heads, groups or channels that the field `name` counts."""
-        return Part.of_rank(getattr(self, name), groups.tensor_rank, groups.tensor_size)
+        return part_of(getattr(self, name), groups)
 
     def states(self, groups: ParallelGroups) -> tuple[StateTensor, ...]:
         """The tensors of the state that this rank of `groups` holds."""
@@ -174,17 +175,3 @@ class HybridConfig:
         """This rank's layers, as (first layer, last layer + 1)."""
         layers, stage, stages = len(self.pattern), groups.pipeline_rank, groups.pipeline_size
         return layers * stage // stages, layers * (stage + 1) // stages
-
-    def of_one_rank(self, groups: ParallelGroups) -> "HybridConfig":
-        """The model's shape with only this rank's heads, groups and MLP columns."""
-        shard, size = self.shard(groups), groups.tensor_size
-        return replace(
-            self,
-            mamba_num_heads=self.part_of("mamba_num_heads", groups).count,
-            mamba_num_groups=self.part_of("mamba_num_groups", groups).count,
-            num_attention_heads=self.num_attention_heads // size,
-            num_kv_heads=shard.kv_heads.count,
-            mlp_hidden_size=self.mlp_hidden_size // size,
-            delta_num_key_heads=self.part_of("delta_num_key_heads", groups).count,
-            delta_num_value_heads=self.part_of("delta_num_value_heads", groups).count,
-        )

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from ..files import ModelFolderError, existing_folder
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
-from ..parallel_groups import ParallelGroups
+from ..parallel_groups import ParallelGroups, checked_groups
 from ..state_spec import HybridStateSpec
 from ..validation import device as checked_device
 from ..validation import float_dtype, instance, integer
 from .hybrid_config import HybridConfig
+from .layer_steps import head_logits
 from .mixers import MIXERS
+from .weight_part import vocabulary_part_of
 from .weights import ModelWeights, RandomWeights, SavedWeights, WeightSource, read_config, write
 
 
@@ -40,15 +42,16 @@ class HybridLM(nn.Module):
         self, config: HybridConfig, seed: int = 0, device: torch.device | str = "cpu",
         groups: ParallelGroups | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.config = instance("config", config, HybridConfig)
-        self.seed: int | None = integer("seed", seed, 0, (1 << 63) - 1)
-        self.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
         device = checked_device("device", device)
-        self._make_layers(RandomWeights(self.seed, device), device)
+        source = RandomWeights(integer("seed", seed, 0, (1 << 63) - 1), device)
+        self._make(instance("config", config, HybridConfig), source, device, groups)
 
-    def _make_layers(self, source: WeightSource, device: torch.device) -> None:
-        config, groups = self.config, self.groups
+    def _make(
+        self, config: HybridConfig, source: WeightSource, device: torch.device, groups: ParallelGroups | None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.groups = groups = checked_groups(groups)
         self.weights_name = source.name
         weights = ModelWeights(config, source, device, groups)
         self.shard = weights.shard
@@ -65,13 +68,11 @@ class HybridLM(nn.Module):
         norms = [weights.ones(f"norms.{index}", config.hidden_size) for index in range(len(config.pattern))]
         self.norms = nn.ParameterList(norms[first:stop])
         final_norm = weights.ones("final_norm", config.hidden_size)
-        rows = weights.vocabulary_rows()
+        rows = [vocabulary_part_of(config.vocab_size, groups).indices]
         lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size, gain=3.0, rows=rows)
-        self._splits_layers = groups.tensor_size > 1
-        self._is_first_stage, self._is_last_stage = groups.is_first_stage, groups.is_last_stage
-        if self._is_first_stage:
+        if groups.is_first_stage:
             self.embedding = embedding
-        if self._is_last_stage:
+        if groups.is_last_stage:
             self.final_norm = final_norm
             self.lm_head = lm_head
         self.eval()
@@ -94,14 +95,9 @@ class HybridLM(nn.Module):
         """
         if (found := existing_folder("folder", folder)) is None:
             raise ModelFolderError(f"folder is {str(folder)!r}; accepted: a folder that is there")
-        model = cls.__new__(cls)
-        nn.Module.__init__(model)
-        model.config = read_config(found, dtype)
-        model.seed = None
-        model.groups = ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
-        source = SavedWeights(found)
-        source.check_widths(model.config)
-        model._make_layers(source, checked_device("device", device))
+        model, config, source = cls.__new__(cls), read_config(found, dtype), SavedWeights(found)
+        source.check_widths(config)
+        model._make(config, source, checked_device("device", device), groups)
         source.check_all_taken()
         return model
 
@@ -153,7 +149,7 @@ class HybridLM(nn.Module):
         """
         config, groups, device = self.config, self.groups, inputs.token_ids.device
         kernels, eps = kernel_set(device, config.dtype), config.norm_eps
-        if self._is_first_stage:
+        if groups.is_first_stage:
             hidden = self.embedding[inputs.token_ids]
         else:
             shape = len(inputs.token_ids), config.hidden_size
@@ -166,20 +162,15 @@ class HybridLM(nn.Module):
             else:
                 hidden, normed = kernels.add_rms_norm(hidden, added, norm, eps)
             added = layer(normed, inputs, kernels)
-            if self._splits_layers:
+            if groups.tensor_size > 1:
                 added = groups.sum_partials(added.to(config.compute_dtype)).to(config.dtype)
         assert added is not None, "a stage has at least one layer"
-        if self._is_last_stage:
+        if groups.is_last_stage:
             rows = inputs.logit_tokens
             _, normed = kernels.add_rms_norm(hidden[rows], added[rows], self.final_norm, eps)
-            logits = kernels.head_product(normed, self.lm_head)
-            if self._splits_layers:
-                logits = groups.gather_columns(logits)
-            logits = logits[:, : config.vocab_size].contiguous()
+            logits = head_logits(normed, self.lm_head, config.vocab_size, groups, kernels)
         else:
             groups.send_to_next_stage(hidden + added)
             shape = len(inputs.logit_tokens), config.vocab_size
             logits = torch.empty(shape, dtype=config.compute_dtype, device=device)
-        if self._is_first_stage and self._is_last_stage:
-            return logits
-        return groups.share_from_last_stage(logits)
+        return logits if groups.pipeline_size == 1 else groups.share_from_last_stage(logits)

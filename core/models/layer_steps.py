@@ -4,7 +4,7 @@
 function writes the states or the KV of the step; decodes by replay also the requests' inputs.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..inference.contexts.step_inputs import Replay, StepInputs
 from ..inference.kernels.kernel_set import KernelSet
-from ..inference.kernels.operands import DeltaNet
+from ..inference.kernels.operands import DeltaNet, split_heads
 from ..parallel_groups import ParallelGroups
+from ..validation import ceil_div
 
 
 def convolve(
@@ -50,29 +51,48 @@ def convolve(
     return out
 
 
-def scan_ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, layer: int, inputs: StepInputs,
-    kernels: KernelSet,
-) -> Tensor:  # fmt: skip
-    """Mamba-2's recurrence, `KernelSet.ssd_chunk_scan` of x [T, H, P]; writes its states."""
+class Mamba2(NamedTuple):
+    """What makes x, B and C of what a Mamba-2 mixer convolves, and its time steps.
+
+    Arguments of `causal_conv1d_update`, with SiLU, and of `time_steps`; `heads`: H and P, `groups`: G and N.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+    heads: tuple[int, int]
+    groups: tuple[int, int]
+    shortest: float = 0.0
+    longest: float = float("inf")
+
+
+def run_mamba2(
+    raw: Tensor, dt: Tensor, net: Mamba2, layer: int, inputs: StepInputs, kernels: KernelSet
+) -> Tensor:
+    """Mamba-2's recurrence of raw [T, channels] before the convolution and raw dt [T, H]: [T, H x P]."""
     states, replay = inputs.state_pool["ssm"][layer], inputs.replay
     kept = _kept(replay, layer, x_inputs="ssm_x", B_inputs="ssm_B", dt_inputs="ssm_dt")
+    dt, A = kernels.time_steps(dt, net.dt_bias, net.A_log, net.shortest, net.longest)
+    convolved = convolve(raw, net.weight, net.bias, "conv", layer, inputs, kernels)
+    x, B, C = split_heads(convolved, (net.heads, net.groups, net.groups))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if inputs.num_decodes:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _decodes(inputs, x, dt, B, C, out)
-        step = x_rows, dt_rows, A, B_rows, C_rows, D, states
+        step = x_rows, dt_rows, A, B_rows, C_rows, net.D, states
         if replay is None:
             kernels.selective_state_update(*step, **_updated(inputs), out=out_rows)
         else:
             kernels.ssd_replay(*step, **(kept | _replayed_chunk(inputs, replay)), out=out_rows)
     if inputs.num_prefills:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _prefills(inputs, x, dt, B, C, out)
-        step = x_rows, dt_rows, A, B_rows, C_rows, D, states
+        step = x_rows, dt_rows, A, B_rows, C_rows, net.D, states
         kernels.ssd_chunk_scan(*step, **_scanned(inputs), out=out_rows)
         if replay is not None:
             tails, chunk_size = _tails(inputs, replay), inputs.chunks.chunk_size
             kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, **kept, **tails, chunk_size=chunk_size)
-    return out
+    return out.flatten(1)
 
 
 _READ_BACK = {
@@ -130,26 +150,44 @@ def attend(
     return kernels.paged_attention(query, kv_cache, inputs.attention_rows, scale=scale)
 
 
-def gated_rms_norm_over_ranks(
-    y: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, groups: ParallelGroups,
-    compute_dtype: torch.dtype, *, gates_first: bool = True,
+def gated_norm(
+    y: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, ranks: ParallelGroups,
+    kernels: KernelSet, *, gates_first: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`KernelSet.gated_rms_norm` where a group's channels lie on several ranks, which add up their squares.
+    """The norm of each of the model's `num_groups` groups of channels; y and gate [T, channels] of this rank.
 
-    y and gate are of one of the model's `num_groups`, a divisor of the number of ranks. With `gates_first`, y
-    is normalised after it was gated, else before.
+    With `gates_first`, y is normalised after it was gated, else before. Where a group's channels lie on
+    several ranks, these add up their squares.
     """
-    silu = F.silu(gate.to(compute_dtype))
-    x = y.to(compute_dtype)
+    size = ranks.tensor_size
+    if num_groups >= size:
+        if gates_first:
+            return kernels.gated_rms_norm(y, gate, weight, num_groups // size, eps)
+        y, gate, weight = (torch.unflatten(each, -1, (num_groups // size, -1)) for each in (y, gate, weight))
+        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
+    dtype = kernels.compute_dtype(y.dtype)
+    silu, x = F.silu(gate.to(dtype)), y.to(dtype)
     if gates_first:
         x = x * silu
-    ranks = groups.tensor_size // num_groups
-    group = groups.tensor_rank // ranks
+    ranks_of_group = size // num_groups
+    group = ranks.tensor_rank // ranks_of_group
     squares = x.new_zeros(len(x), num_groups)
     squares[:, group] = x.square().sum(-1)
-    total = groups.sum_partials(squares)[:, group, None]
-    normed = x * torch.rsqrt(total / (x.shape[1] * ranks) + eps) * weight.to(compute_dtype)
+    total = ranks.sum_partials(squares)[:, group, None]
+    normed = x * torch.rsqrt(total / (x.shape[1] * ranks_of_group) + eps) * weight.to(dtype)
     return (normed if gates_first else normed * silu).to(y.dtype)
+
+
+def head_logits(
+    hidden: Tensor, weight: Tensor, vocab_size: int, ranks: ParallelGroups, kernels: KernelSet
+) -> Tensor:
+    """Logits [..., vocab_size] of a head, of which each rank has the rows of `vocabulary_part_of`."""
+    logits = kernels.head_product(hidden, weight)
+    if ranks.tensor_size == 1:
+        return logits
+    most = ceil_div(vocab_size, ranks.tensor_size)
+    columns = ranks.gather_columns(F.pad(logits, (0, most - logits.shape[-1])))
+    return columns[..., :vocab_size].contiguous()
 
 
 def _kept(replay: Replay | None, layer: int | slice, **names: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The kinds of layer that a `HybridLM` is made of."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,9 @@ from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
 from ..inference.kernels.operands import DeltaNet
 from .hybrid_config import HybridConfig
-from .layer_steps import attend, convolve, gated_rms_norm_over_ranks, run_delta_net, scan_ssd
-from .weights import ModelWeights, channels
+from .layer_steps import Mamba2, attend, convolve, gated_norm, run_delta_net, run_mamba2
+from .weight_part import delta_net_channels, mamba2_channels, part_of, shifted, span
+from .weights import ModelWeights
 
 
 class MambaMixer(nn.Module):
@@ -19,51 +21,37 @@ class MambaMixer(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
-        self.config = config.of_one_rank(weights.groups)
         self.layer_index = layer_index
         self.groups = weights.groups
-        self.heads = config.part_of("mamba_num_heads", weights.groups)
-        self.head_groups = config.part_of("mamba_num_groups", weights.groups)
-        self._splits_head_groups = weights.groups.tensor_size > self.head_groups.total
-        heads, groups = self.heads.indices, self.head_groups.indices
-        kernel, width = config.conv_kernel, config.mamba_state_dim
+        self.num_norm_groups, self.norm_eps = config.mamba_num_groups, config.norm_eps
+        heads, head_groups = (config.part_of(f"mamba_num_{of}", self.groups) for of in ("heads", "groups"))
+        self.heads = heads.count, config.mamba_head_dim
+        self.head_groups = head_groups.count, config.mamba_state_dim
+        x, conv, projected = mamba2_channels(
+            heads, config.mamba_head_dim, head_groups, config.mamba_state_dim
+        )
+        self.sizes = [len(x), sum(map(len, conv)), heads.count]  # of the gate, what is convolved, and dt
+        own, kernel = [heads.indices], config.conv_kernel
         # dt falls with the square root of the memory: so all heads' states have one magnitude.
         memory = _memory_of_heads(config.mamba_num_heads)
         dt = 1.5 * memory.rsqrt()
-        # Rows of the projection: the gate, then what is convolved (x, B and C), then dt.
-        x = channels(heads, config.mamba_head_dim)
-        of_C = config.inner_dim + config.mamba_num_groups * width
-        conv = [*x, *channels(groups, width, config.inner_dim), *channels(groups, width, of_C)]
-        after = config.inner_dim + config.conv_dim
-        rows = [*x, *(config.inner_dim + channel for channel in conv), *(after + head for head in heads)]
-        num_rows = after + config.mamba_num_heads
-        self.in_proj = weights.linear("in_proj", num_rows, config.hidden_size, rows=rows)
+        num_projected = config.inner_dim + config.conv_dim + config.mamba_num_heads
+        self.in_proj = weights.linear("in_proj", num_projected, config.hidden_size, rows=projected)
         self.conv_weight = weights.normal("conv_weight", config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
         # With this bias SiLU of a standard normal has a mean near zero; slow heads would sum up another one.
         self.conv_bias = weights.full("conv_bias", config.conv_dim, -0.5, rows=conv)
-        self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=heads, wide=True)
-        self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=heads, wide=True)
-        self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=heads, wide=True)
-        self.norm = weights.ones("norm", config.inner_dim, rows=x)
-        self.out_proj = weights.linear("out_proj", config.hidden_size, config.inner_dim, columns=x)
+        self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=own)
+        self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=own)
+        self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=own)
+        self.norm = weights.ones("norm", config.inner_dim, rows=[x])
+        self.out_proj = weights.linear("out_proj", config.hidden_size, config.inner_dim, columns=[x])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config = self.config
-        sizes = [config.inner_dim, config.conv_dim, config.mamba_num_heads]
-        gate, raw, dt = torch.split(F.linear(hidden, self.in_proj), sizes, dim=-1)
-        dt, A = kernels.time_steps(dt, self.dt_bias, self.A_log)
-        layer = self.layer_index
-        xBC = convolve(raw, self.conv_weight, self.conv_bias, "conv", layer, inputs, kernels)
-        x, BC = torch.split(xBC, [config.inner_dim, config.conv_dim - config.inner_dim], dim=-1)
-        x = torch.unflatten(x, -1, (config.mamba_num_heads, -1))
-        B, C = torch.unflatten(BC, -1, (2, config.mamba_num_groups, -1)).unbind(-3)
-        y = scan_ssd(x, dt, A, B, C, self.D, layer, inputs, kernels).flatten(1)
-        if self._splits_head_groups:
-            normed = gated_rms_norm_over_ranks(
-                y, gate, self.norm, config.norm_eps, self.head_groups.total, self.groups, config.compute_dtype
-            )
-        else:
-            normed = kernels.gated_rms_norm(y, gate, self.norm, config.mamba_num_groups, config.norm_eps)
+        gate, raw, dt = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
+        made_of = self.conv_weight, self.conv_bias, self.A_log, self.dt_bias, self.D
+        net = Mamba2(*made_of, self.heads, self.head_groups)
+        y = run_mamba2(raw, dt, net, self.layer_index, inputs, kernels)
+        normed = gated_norm(y, gate, self.norm, self.norm_eps, self.num_norm_groups, self.groups, kernels)
         return F.linear(normed, self.out_proj)
 
 
@@ -78,40 +66,34 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
-        self.config = config.of_one_rank(weights.groups)
         self.layer_index = layer_index
-        key_heads = config.part_of("delta_num_key_heads", weights.groups).indices
-        heads = config.part_of("delta_num_value_heads", weights.groups).indices
-        keys = config.delta_num_key_heads * config.delta_key_dim
+        self.norm_eps = config.norm_eps
+        keys, heads = (config.part_of(f"delta_num_{of}_heads", weights.groups) for of in ("key", "value"))
         num_heads, values = config.delta_num_value_heads, config.delta_inner_dim
-        kernel = config.conv_kernel
+        own, kernel = [heads.indices], config.conv_kernel
         # Rows of the projection: the gate, then what is convolved (q, k and v), then beta's and the decay's.
-        own_keys, v = channels(key_heads, config.delta_key_dim), channels(heads, config.delta_value_dim)
-        conv = [*own_keys, *(keys + channel for channel in own_keys), *(2 * keys + channel for channel in v)]
+        conv = delta_net_channels(keys, config.delta_key_dim, heads, config.delta_value_dim)
+        v = span(heads, config.delta_value_dim)
+        self.keys, self.values = (keys.count, config.delta_key_dim), (heads.count, config.delta_value_dim)
+        self.sizes = [len(v), sum(map(len, conv)), heads.count, heads.count]
         after = values + config.delta_conv_dim
-        rows = [*v, *(values + channel for channel in conv)]
-        rows += [*(after + head for head in heads), *(after + num_heads + head for head in heads)]
+        rows = [v, *shifted(conv, values), *shifted(own, after), *shifted(own, after + num_heads)]
         self.in_proj = weights.linear("in_proj", after + 2 * num_heads, config.hidden_size, rows=rows)
         std = kernel**-0.5
         self.conv_weight = weights.normal("conv_weight", config.delta_conv_dim, kernel, std=std, rows=conv)
         # By their decays alone heads would remember 8 to 512 tokens; later keys overwrite parts of it sooner.
         memory = _memory_of_heads(num_heads)
         one = torch.ones(num_heads, dtype=torch.float64, device="cpu")
-        self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=heads, wide=True)
-        self.A_log = weights.constant("A_log", -memory.log(), rows=heads, wide=True)
+        self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=own)
+        self.A_log = weights.constant("A_log", -memory.log(), rows=own)
         self.norm = weights.ones("norm", config.delta_value_dim)
-        self.out_proj = weights.linear("out_proj", config.hidden_size, values, columns=v)
+        self.out_proj = weights.linear("out_proj", config.hidden_size, values, columns=[v])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config = self.config
-        heads, values = config.delta_num_value_heads, config.delta_inner_dim
-        gate, raw, b, a = torch.split(
-            F.linear(hidden, self.in_proj), [values, config.delta_conv_dim, heads, heads], dim=-1
-        )
-        sizes = (config.delta_num_key_heads, config.delta_key_dim), (heads, config.delta_value_dim)
-        net = DeltaNet(self.conv_weight, None, self.A_log, self.dt_bias, *sizes)
+        gate, raw, b, a = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
+        net = DeltaNet(self.conv_weight, None, self.A_log, self.dt_bias, self.keys, self.values)
         o = run_delta_net(raw, a, b, net, self.layer_index, inputs, kernels)
-        normed = kernels.rms_norm_gated(o, torch.unflatten(gate, -1, (heads, -1)), self.norm, config.norm_eps)
+        normed = kernels.rms_norm_gated(o, torch.unflatten(gate, -1, self.values), self.norm, self.norm_eps)
         return F.linear(normed.flatten(1), self.out_proj)
 
 
@@ -120,12 +102,11 @@ class ShortConv(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
-        self.config = config
         self.layer_index = layer_index
         hidden, kernel = config.hidden_size, config.short_conv_kernel
-        own = weights.part_of(hidden)
+        own = [part_of(hidden, weights.groups).indices]
         # Rows of the projection: the gate before the convolution, the gate after it, and what is convolved.
-        rows = [part * hidden + channel for part in range(3) for channel in own]
+        rows = [*own, *shifted(own, hidden), *shifted(own, 2 * hidden)]
         self.in_proj = weights.linear("in_proj", 3 * hidden, hidden, rows=rows)
         self.conv_weight = weights.normal("conv_weight", hidden, kernel, std=kernel**-0.5, rows=own)
         self.out_proj = weights.linear("out_proj", hidden, hidden, columns=own)
@@ -146,8 +127,8 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         query_dim = config.num_attention_heads * config.head_dim
         kv_dim = config.num_kv_heads * config.head_dim
-        queries = weights.part_of(query_dim)
-        kv = channels(weights.shard.kv_heads.indices, config.head_dim)
+        queries = [part_of(query_dim, weights.groups).indices]
+        kv = [span(weights.shard.kv_heads, config.head_dim)]
         # The gain makes scores sharp. With a gain of 1, random keys would average the context away.
         self.q_proj = weights.linear("q_proj", query_dim, config.hidden_size, gain=3.0, rows=queries)
         self.k_proj = weights.linear("k_proj", kv_dim, config.hidden_size, rows=kv)
@@ -179,7 +160,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
-        own = weights.part_of(config.mlp_hidden_size)
+        own = [part_of(config.mlp_hidden_size, weights.groups).indices]
         self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, config.hidden_size, rows=own)
         self.down_proj = weights.linear("down_proj", config.hidden_size, config.mlp_hidden_size, columns=own)
 
@@ -187,7 +168,11 @@ class MLP(nn.Module):
         return F.linear(kernels.relu_squared(F.linear(hidden, self.up_proj)), self.down_proj)
 
 
-Mixer = type[MambaMixer] | type[GatedDeltaNet] | type[ShortConv] | type[Attention] | type[MLP]
-
-MIXERS: dict[str, Mixer] = {"M": MambaMixer, "G": GatedDeltaNet, "C": ShortConv, "*": Attention, "-": MLP}
+MIXERS: dict[str, Callable[[HybridConfig, int, ModelWeights], nn.Module]] = {
+    "M": MambaMixer,
+    "G": GatedDeltaNet,
+    "C": ShortConv,
+    "*": Attention,
+    "-": MLP,
+}
 """By the letters of `HybridConfig.pattern`."""

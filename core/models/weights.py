@@ -2,22 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..files import CONFIG, ModelFolderError, check_regular, read_object, replacing
-from ..model_parts import Part
 from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .hybrid_config import HybridConfig
+from .weight_part import WeightPart
 
 
 class RandomWeights:
@@ -49,70 +48,48 @@ class ModelWeights:
         self._source = source
         self._device = device
 
-    def part_of(self, total: int) -> range:
-        """This rank's equal part of `total` heads, channels or rows."""
-        return Part.of_rank(total, self.groups.tensor_rank, self.groups.tensor_size).indices
-
-    def vocabulary_rows(self) -> range:
-        """This rank's equal part of the vocabulary, rounded up: the last rows may be padding."""
-        size = self.groups.tensor_size
-        return self.part_of(-(-self._config.vocab_size // size) * size)
-
-    def constant(
-        self, name: str, values: Tensor, rows: Sequence[int] | None = None, wide: bool = False
-    ) -> nn.Parameter:
-        """A parameter that begins as `values`; `wide` stores it in float32 or wider."""
+    def constant(self, name: str, values: Tensor, rows: Iterable[range] | None = None) -> nn.Parameter:
+        """A parameter that begins as `values`."""
         whole = self._source.constant(self.prefix + name, values)
-        return self._parameter(_part(whole, 0, rows), wide)
+        return self._parameter(name, _part(whole, 0, rows))
 
-    def full(
-        self, name: str, size: int, value: float, rows: Sequence[int] | None = None, wide: bool = False
-    ) -> nn.Parameter:
+    def full(self, name: str, size: int, value: float, rows: Iterable[range] | None = None) -> nn.Parameter:
         values = torch.full((size,), value, dtype=torch.float64, device="cpu")
-        return self.constant(name, values, rows, wide)
+        return self.constant(name, values, rows)
 
-    def ones(self, name: str, size: int, rows: Sequence[int] | None = None) -> nn.Parameter:
+    def ones(self, name: str, size: int, rows: Iterable[range] | None = None) -> nn.Parameter:
         return self.full(name, size, 1.0, rows)
 
     def normal(
         self, name: str, *shape: int, std: float,
-        rows: Sequence[int] | None = None, columns: Sequence[int] | None = None,
+        rows: Iterable[range] | None = None, columns: Iterable[range] | None = None,
     ) -> nn.Parameter:  # fmt: skip
-        """Normal numbers of this shape. Only `rows` and `columns` are kept; rows beyond the end are zeros."""
+        """Normal numbers of this shape. Only `rows` and `columns` are kept."""
         whole = self._source.normal(self.prefix + name, shape, std)
-        return self._parameter(_part(_part(whole, 0, rows), 1, columns))
+        return self._parameter(name, _part(_part(whole, 0, rows), 1, columns))
 
     def linear(
         self, name: str, out_features: int, in_features: int, gain: float = 1.0,
-        rows: Sequence[int] | None = None, columns: Sequence[int] | None = None,
+        rows: Iterable[range] | None = None, columns: Iterable[range] | None = None,
     ) -> nn.Parameter:  # fmt: skip
         """[out, in]; outputs are `gain` times as large as inputs."""
         std = gain * in_features**-0.5
         return self.normal(name, out_features, in_features, std=std, rows=rows, columns=columns)
 
-    def _parameter(self, values: Tensor, wide: bool = False) -> nn.Parameter:
-        dtype = self._config.compute_dtype if wide else self._config.dtype
+    def _parameter(self, name: str, values: Tensor) -> nn.Parameter:
+        dtype = self._config.compute_dtype if name in _WIDE else self._config.dtype
         return nn.Parameter(values.to(self._device, dtype), requires_grad=False)
 
 
-def channels(units: Iterable[int], width: int, offset: int = 0) -> list[int]:
-    """The channels of heads or groups that are `width` wide and begin at `offset`."""
-    return [offset + unit * width + channel for unit in units for channel in range(width)]
-
-
-def _part(whole: Tensor, dim: int, indices: Sequence[int] | None) -> Tensor:
-    """These indices of a dimension; zeros for those beyond its end."""
-    if indices is None or len(indices) >= whole.shape[dim]:
-        return whole
-    inside = [index for index in indices if index < whole.shape[dim]]
-    part = whole.index_select(dim, torch.tensor(inside, dtype=torch.int64, device=whole.device))
-    missing = len(indices) - len(inside)
-    return F.pad(part, (0, 0) * (whole.dim() - 1 - dim) + (0, missing)) if missing else part
+def _part(whole: Tensor, dim: int, ranges: Iterable[range] | None) -> Tensor:
+    """These indices of a dimension; None for all."""
+    part = None if ranges is None else WeightPart(dim, tuple(ranges), whole.shape[dim])
+    return whole if part is None or part.size == part.total else part.take(whole)
 
 
 MODEL_TYPE = "mambaslots_hybrid_lm"
 WEIGHTS = "model.safetensors"
-_WIDE = (".dt_bias", ".A_log", ".D")  # parameters that are kept in float32 or wider
+_WIDE = ("dt_bias", "A_log", "D")  # parameters that are kept in float32 or wider
 # What other libraries write into a config, and what says nothing about the shape.
 _IGNORED = {
     "model_type", "architectures", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -151,7 +128,7 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
     stored = {
-        name: weight.detach().to("cpu", wide if name.endswith(_WIDE) else dtype).contiguous()
+        name: weight.detach().to("cpu", wide if name.rpartition(".")[2] in _WIDE else dtype).contiguous()
         for name, weight in weights.items()
     }
     values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(config)}

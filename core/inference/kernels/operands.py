@@ -1,6 +1,7 @@
 """What callers hand to kernels: pools of states, rows of attention, draws of tokens."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,9 +62,13 @@ class DeltaNet(NamedTuple):
 
     def heads(self, qkv: Tensor) -> list[Tensor]:
         """Views of q, k and v by heads, of [..., channels]."""
-        shapes = self.keys, self.keys, self.values
-        parts = torch.split_with_sizes(qkv, [heads * size for heads, size in shapes], dim=-1)
-        return [torch.unflatten(part, -1, shape) for part, shape in zip(parts, shapes, strict=True)]
+        return split_heads(qkv, (self.keys, self.keys, self.values))
+
+
+def split_heads(packed: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Views of [..., channels], which lie side by side: [..., heads, size] for each shape."""
+    parts = torch.split_with_sizes(packed, [heads * size for heads, size in shapes], dim=-1)
+    return [torch.unflatten(part, -1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 RawTokens = tuple[DeltaNet, Tensor, Tensor, Tensor]

@@ -1,8 +1,7 @@
-"""The rows or columns of weights that one rank keeps, and what that makes of a module of transformers."""
+"""The rows or columns of weights that one rank keeps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,47 +69,21 @@ def shifted(ranges: Sequence[range], offset: int) -> list[range]:
     return [range(each.start + offset, each.stop + offset) for each in ranges]
 
 
-class ModuleSplit:
-    """The parts of a module's weights by name (None: of another rank), and its attributes' new sizes."""
+def mamba2_channels(
+    heads: Part, head_dim: int, groups: Part, state_dim: int
+) -> tuple[range, list[range], list[range]]:
+    """Channels of a Mamba-2 mixer: x; what is convolved: x, B and C; and all that one projection gives.
 
-    def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
-        self.module: Any = module
-        self.groups = groups
-        self.parts: dict[str, WeightPart | None] = {}
-        self.sizes: dict[str, Any] = {}
+    The projection gives the gate, what is convolved, and the time steps. Example: 2 heads of 4 channels, one
+    group with a state size of 3: 8 channels, 8 + 3 + 3 and 8 + 14 + 2.
+    """
+    inner, keys = heads.total * head_dim, groups.total * state_dim
+    x = span(heads, head_dim)
+    convolved = [x, span(groups, state_dim, inner), span(groups, state_dim, inner + keys)]
+    return x, convolved, [x, *shifted(convolved, inner), span(heads, 1, 2 * (inner + keys))]
 
-    def part(self, name: str, total: int | None = None, *, shared: bool = False) -> Part:
-        """This rank's equal part of what the attribute `name` counts, or of `total`; else a ValueError.
 
-        With `shared`, several ranks hold one unit where there are more ranks.
-        """
-        total, size = getattr(self.module, name) if total is None else total, self.groups.tensor_size
-        if total % size and not (shared and size % total == 0):
-            raise ValueError(
-                f"{name} of {type(self.module).__name__} is {total}; accepted: a multiple "
-                f"{'or a divisor ' * shared}of the {size} ranks of the tensor group"
-            )
-        return part_of(total, self.groups)
-
-    def rows(self, name: str, ranges: Iterable[range]) -> None:
-        """A child computes these outputs of a projection or convolution."""
-        ranges, child = tuple(ranges), getattr(self.module, name)
-        for weight in ("weight", "bias"):
-            if getattr(child, weight) is not None:
-                self.tensor(f"{name}.{weight}", ranges)
-
-    def columns(self, name: str, ranges: Iterable[range]) -> None:
-        """A child reads these inputs; the ranks' outputs are summed, and the first rank adds the bias."""
-        self.tensor(f"{name}.weight", ranges, dim=1)
-        self.on_first_rank(name)
-
-    def on_first_rank(self, name: str) -> None:
-        """The first rank alone adds the bias of a child whose outputs are summed."""
-        if getattr(self.module, name).bias is not None and self.groups.tensor_rank > 0:
-            self.parts[f"{name}.bias"] = None
-
-    def tensor(self, name: str, ranges: Iterable[range], dim: int = 0) -> None:
-        """These indices of a parameter or buffer."""
-        path, _, leaf = name.rpartition(".")
-        whole = getattr(self.module.get_submodule(path), leaf)
-        self.parts[name] = WeightPart(dim, tuple(ranges), whole.shape[dim])
+def delta_net_channels(keys: Part, key_dim: int, heads: Part, value_dim: int) -> list[range]:
+    """What a gated delta net convolves: q, k and v."""
+    q, v, width = span(keys, key_dim), span(heads, value_dim), keys.total * key_dim
+    return [q, *shifted([q], width), *shifted([v], 2 * width)]
