@@ -59,7 +59,11 @@ class MambaSpecDecodeGPUContext:
 
     def __init__(self, config: MambaCacheConfig, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.kernels = kernels_for(device)
+        self.kernels: ModuleType = align_reference
+        if device.type == "cuda":
+            from . import align_kernels
+
+            self.kernels = align_kernels
         self.staged: tuple[Tensor, ...] = ()  # [n] each: columns, and tokens computed, scheduled and drafted
         self._layout: AlignLayout | None = None
 
@@ -89,15 +93,6 @@ class MambaSpecDecodeGPUContext:
         if self._layout is None or not self._layout.lies_in(states, block_tables):
             self._layout = AlignLayout.from_tensors(states, block_tables, dim_first)
         return self._layout
-
-
-def kernels_for(device: torch.device) -> ModuleType:
-    """The align kernels for a device: Triton's on CUDA, imported at this call; plain torch's elsewhere."""
-    if device.type != "cuda":
-        return align_reference
-    from . import align_kernels
-
-    return align_kernels
 
 
 @dataclass

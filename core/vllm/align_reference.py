@@ -157,7 +157,7 @@ def postprocess_align(
     num_accepted.copy_(torch.from_numpy(step.accepted))
     moves, *copied = (
         torch.from_numpy(numbers).to(device)
-        for numbers in (step.moves, step.sources, step.destinations, step.biases)
+        for numbers in (step.moves, step.sources, step.columns, step.biases)
     )
     _copy_rows(layout, moves, *copied)
 

@@ -31,30 +31,18 @@ PADDING = -2  # the column of a row without a request: its forward reads nothing
 
 
 @dataclass(frozen=True)
-class Advance:
-    """How a batch's running columns change before a forward; all fields [n].
+class StateMoves:
+    """Where a batch's states go before a forward, or after sampling; all fields [n].
 
     The state after the accepted drafts is in SSM column source + bias, and in the source's conv window at
     offset bias.
     """
 
-    columns: Integers  # running columns of this step
-    sources: Integers  # those of the step before; FRESH or PADDING where there was none
-    biases: Integers  # accepted drafts of the step before
-    accepted: Integers  # counts of this step's forward; 1 where the state moves
-    moves: Flags  # whether the state is copied to the new column, or read from the old one
-
-
-@dataclass(frozen=True)
-class BoundarySave:
-    """Where the state at a reached block boundary goes after sampling; all fields [n]."""
-
-    sources: Integers  # running columns
-    biases: Integers  # accepted drafts up to the boundary; they locate its state as in `Advance`
-    destinations: Integers  # column of the boundary's block
-    accepted: Integers  # counts for the next step; 1 where the boundary's state begins the running column
-    reached: Flags  # whether this step reached the boundary
-    moves: Flags  # whether the boundary's state must be copied to the destination
+    columns: Integers  # running columns of this step; after sampling columns of the reached boundaries
+    sources: Integers  # running columns of the last step; FRESH or PADDING where there was none
+    biases: Integers  # accepted drafts of the last step; after sampling those up to the boundary
+    accepted: Integers  # counts for the next forward; 1 where its running column begins with the state
+    moves: Flags  # whether the state is copied to the column, or read from the source
 
 
 def start_columns(num_computed: Integers, block_size_tokens: int) -> Integers:
@@ -68,28 +56,22 @@ def advance(
     num_computed: Integers,
     num_scheduled: Integers,
     block_size_tokens: int,
-) -> Advance:
+) -> StateMoves:
     """The rule before a forward; `columns` and `accepted` are those of the step before."""
     last_columns = -(-(num_computed + num_scheduled) // block_size_tokens) - 1
     running = np.where(columns < FRESH, columns, last_columns)
     moves = (columns >= 0) & (columns != running)
-    return Advance(running, columns, np.maximum(accepted - 1, 0), np.where(moves, 1, accepted), moves)
+    return StateMoves(running, columns, np.maximum(accepted - 1, 0), np.where(moves, 1, accepted), moves)
 
 
 def save_boundary(
     columns: Integers, accepted: Integers, new_num_computed: Integers, block_size_tokens: int
-) -> BoundarySave:
+) -> StateMoves:
     """The rule after sampling. It compares columns and never slots, because two columns may share a slot."""
     boundaries = new_num_computed // block_size_tokens * block_size_tokens
     biases = boundaries - (new_num_computed - accepted + 1)
     destinations = boundaries // block_size_tokens - 1
     reached = (columns >= 0) & (accepted > 0) & (destinations >= 0) & (biases >= 0)
     in_place = destinations == columns
-    return BoundarySave(
-        sources=columns,
-        biases=biases,
-        destinations=destinations,
-        accepted=np.where(reached & in_place, 1, accepted),
-        reached=reached,
-        moves=reached & ~(in_place & (biases == 0)),
-    )
+    accepted = np.where(reached & in_place, 1, accepted)
+    return StateMoves(destinations, columns, biases, accepted, reached & ~(in_place & (biases == 0)))

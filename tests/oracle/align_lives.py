@@ -94,10 +94,10 @@ class Lives:
         accepted = np.where(real, 1 + right, 0)
         after = self.state.after_sampling(rows, accepted, computed + scheduled - drafted + accepted - 1)
         self.copy_after(rows, accepted, computed, scheduled, drafted, after)
-        reached = after.reached & real
-        assert (reached == self.crossed(computed, scheduled, drafted, accepted)).all()
-        of = padded[reached], after.destinations[reached]
-        self.kept[of] = self.state.slots(rows[reached], after.destinations[reached])
+        reached = self.crossed(computed, scheduled, drafted, accepted)
+        assert not (after.moves & ~reached).any()
+        of = padded[reached], after.columns[reached]
+        self.kept[of] = self.state.slots(rows[reached], after.columns[reached])
         self.computed[who] += (scheduled - drafted + right)[real]
         self.found["steps"] += len(who)
         self.found["drafted"] += int(drafted.sum())

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from mambaslots.vllm.align_rule import (
     PADDING,
-    Advance,
-    BoundarySave,
     Flags,
     Integers,
+    StateMoves,
     advance,
     save_boundary,
     start_columns,
@@ -105,7 +104,7 @@ class AlignRows:
         assert 0 <= first_column <= width - len(slots)
         self._table[row, first_column : first_column + len(slots)] = slots
 
-    def before_forward(self, rows: Integers, num_computed: Integers, num_scheduled: Integers) -> Advance:
+    def before_forward(self, rows: Integers, num_computed: Integers, num_scheduled: Integers) -> StateMoves:
         """Advance the rows' columns and accepted counts to this step; see `advance`."""
         is_request = self._check_rows(rows)
         columns = np.where(is_request, self.columns[rows], PADDING)
@@ -114,7 +113,7 @@ class AlignRows:
         self.accepted[rows[is_request]] = step.accepted[is_request]
         return step
 
-    def after_sampling(self, rows: Integers, accepted: Integers, new_num_computed: Integers) -> BoundarySave:
+    def after_sampling(self, rows: Integers, accepted: Integers, new_num_computed: Integers) -> StateMoves:
         """Take the accepted counts of this step, 1 without drafts; see `save_boundary`."""
         is_request = self._check_rows(rows)
         columns = np.where(is_request, self.columns[rows], PADDING)
@@ -122,18 +121,17 @@ class AlignRows:
         self.accepted[rows[is_request]] = step.accepted[is_request]
         return step
 
-    def copies(self, rows: Integers, step: Advance | BoundarySave) -> Copies:
+    def copies(self, rows: Integers, step: StateMoves) -> Copies:
         """The copies that `step` needs, without those to or from a column that has no slot."""
-        targets = step.columns if isinstance(step, Advance) else step.destinations
         ssm_sources = self.slots(rows, step.sources + step.biases)
         conv_sources = self.slots(rows, step.sources)
-        destinations = self.slots(rows, targets)
+        destinations = self.slots(rows, step.columns)
         possible = step.moves & (destinations >= 0) & ((ssm_sources >= 0) | (conv_sources >= 0))
         fields = (rows, ssm_sources, conv_sources, step.biases, destinations)
         return Copies(*(field[possible] for field in fields))
 
     def forward_indices(
-        self, rows: Integers, step: Advance, num_tokens: Integers, copy_free: bool
+        self, rows: Integers, step: StateMoves, num_tokens: Integers, copy_free: bool
     ) -> ForwardIndices:
         """Where the forward of this step reads and writes.
 

@@ -64,10 +64,10 @@ class TestWorkedTable:
             )
             if (computed, scheduled) == row[:2]:
                 pre = (int(before.sources[0] + before.biases[0]), int(before.columns[0]))
-                post = (int(after.sources[0] + after.biases[0]), int(after.destinations[0]))
+                post = (int(after.sources[0] + after.biases[0]), int(after.columns[0]))
                 found = (pre if before.moves[0] else None, post if after.moves[0] else None)
                 if (accepted, prompt, computed) == (4, 556, 556):
-                    assert after.sources[0] == after.destinations[0]
+                    assert after.sources[0] == after.columns[0]
                     assert state.accepted[1] == 1
         assert found == row[2:]
 
@@ -84,7 +84,7 @@ class TestRule:
 
     def test_nothing_accepted_saves_nothing(self):
         step = save_boundary(whole(0, 0), whole(0, 0), whole(559, -1), B)
-        assert not step.reached.any()
+        assert not step.moves.any()
         assert step.accepted.tolist() == [0, 0]
 
 
