@@ -43,7 +43,7 @@ class NormForward:
         return self._step.kernels.add_rms_norm(residual, added, weight, self._eps, offset=self._offset)
 
 
-_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_NORMS: tuple[tuple[str, ...], ...] = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 
 
 class AttentionForward:
@@ -59,8 +59,8 @@ class AttentionForward:
         head_dim, projections = attention.head_dim, (attention.q_proj, attention.k_proj, attention.v_proj)
         self._joint = JointLinear(attention, ("q_proj", "k_proj", "v_proj"))
         self._last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
-        self._norms = next((names for names in _NORMS if hasattr(attention, names[0])), None)
-        self._eps = eps_of(getattr(attention, self._norms[0])) if self._norms is not None else 0.0
+        self._norms = next((names for names in _NORMS if hasattr(attention, names[0])), ())
+        self._eps = eps_of(getattr(attention, self._norms[0])) if self._norms else 0.0
         self._is_gated = attention.q_proj.out_features == 2 * getattr(attention, self._last).in_features
         self._widths = [projection.out_features for projection in projections]
         self._query_heads = (-1, head_dim * (1 + self._is_gated))
@@ -78,25 +78,16 @@ class AttentionForward:
             query, gate = query.chunk(2, dim=-1)
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
-        if position_embeddings is None and self._norms is not None:
-            raise ValueError(
-                f"position_embeddings of {type(module).__name__} is None; accepted: cosines and sines"
-            )
         if position_embeddings is not None:
-            query, key = self._rotated(query, key, *(angles[0] for angles in position_embeddings))
+            cos, sin = (angles[0] for angles in position_embeddings)
+            of_query, of_key = [getattr(module, name).weight for name in self._norms] or (None, None)
+            query, key = self._step.kernels.qk_norm_rotary(
+                query, key, cos, sin, of_query, of_key, self._eps, offset=self._offset
+            )
         out: Tensor = module.mambaslots_attention(query, key, value, module.scaling)
         if self._is_gated:
             out = self._step.kernels.sigmoid_mul(out, gate)
         return getattr(module, self._last)(out.flatten(1))[None], None
-
-    def _rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        module, kernels = self._attention, self._step.kernels
-        if self._norms is None:
-            return kernels.qk_norm_rotary(query, key, cos, sin)
-        query_norm, key_norm = (getattr(module, name) for name in self._norms)
-        return kernels.qk_norm_rotary(
-            query, key, cos, sin, query_norm.weight, key_norm.weight, self._eps, offset=self._offset
-        )
 
 
 PROJECTIONS_OF_MLPS = (
