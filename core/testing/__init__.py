@@ -1,5 +1,6 @@
 """For authors of models: `check_model` says what a model does wrong, and what to do about it."""
 
-from .check_model import ModelError, check_model
+from .check_model import check_model
+from .rules import ModelError
 
 __all__ = ["ModelError", "check_model"]

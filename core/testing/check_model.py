@@ -1,8 +1,7 @@
 """Whether a model keeps the rules of `StepInputs`: its answers in all ways of serving a text, compared."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,52 +16,10 @@ from ..inference.engines.model_protocol import Model
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, ceil_div, integer, integers, real, shown
+from .rules import ModelError, Rule
+from .step_memory import StepMemory
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-
-
-class Rule(Enum):
-    """What a model must keep; the value says what to do where it does not."""
-
-    SPEC = "Return the same HybridStateSpec at every call."
-    RAISES = "Serve every step that StepInputs allows: decode rows, prefill rows, or both."
-    LOGITS = "Return logits of inputs.logit_tokens, [tokens, vocab_size]."
-    INPUTS_CHANGED = "Copy index tensors before changing them: later layers and steps read them."
-    FOREIGN_WRITE = (
-        "Write destinations and kv_write_positions only; drop -1 before indexing: other slots are other "
-        "requests' states, and sources may be cached states."
-    )
-    FREE_MEMORY = (
-        "Write all layers of every state tensor at state_destinations, chunks.destinations (scans) and "
-        "checkpoints.destinations (windows), and KV at kv_write_positions. Read state_sources and kv_lengths "
-        "tokens of a row, no more; mask with masked_fill or torch.where: 0 * NaN is NaN."
-    )
-    CUTS_DIFFER = (
-        "A token sees itself and the tokens before it, also of earlier steps: begin with state_sources, "
-        "attend to kv_lengths tokens, write at each destination the state after its token."
-    )
-    DECODE_DIFFERS = (
-        "Compare the recurrence of one token with the prefill's. Read all sources of a layer before its "
-        "first write; take positions from inputs.positions."
-    )
-    BATCH_DIFFERS = "Rows are independent: check which tokens, sources and blocks belong to which row."
-    CACHE_DIFFERS = "Resumed rows begin after position 0, and tokens may have their KV cached already."
-    DRAFTS_DIFFER = (
-        "Token j of a decode row sees KV up to its position and the state after the tokens before it; its "
-        "state goes to decode_destinations[row, j]. Or pass num_speculative_tokens=0."
-    )
-    PADDING_DIFFERS = (
-        "Padding rows have kv_lengths 0 and -1 everywhere; padding tokens follow the real ones. Or pass "
-        "padded_shapes=False, and never capture CUDA graphs."
-    )
-
-
-class ModelError(AssertionError):
-    """The model breaks `rule`; the message says how, and what to do."""
-
-    def __init__(self, rule: Rule, message: str) -> None:
-        super().__init__(f"{rule.name.replace('_', ' ')}: {message}. {rule.value}")
-        self.rule = rule
 
 
 @dataclass(frozen=True)
@@ -260,7 +217,6 @@ class _Trial:
         """Logits that continue the texts; a ModelError where the call breaks a rule."""
         self.num_calls += 1
         tokens = self._tokens(inputs)
-        slots, places = _destinations(inputs)
         logit_tokens = inputs.logit_tokens.tolist()[: inputs.num_logits]
         indices = {
             f"{type(part).__name__}.{name}": (value, value.clone())
@@ -268,29 +224,21 @@ class _Trial:
             for name, value in vars(part).items()
             if isinstance(value, Tensor) and value is not inputs.kv_cache
         }
-        states, kv = inputs.state_pool.tensors, inputs.kv_cache
-        size = kv.shape[3]
-        own = [pool.clone() for pool in (*states, kv)]
-        unnamed = _unnamed(inputs, slots)
-        for pool, others in zip((*states, kv), unnamed, strict=True):
-            pool[others] = float("nan")
-        _poison_unread(inputs, slots, places)
-        before = [pool.clone() for pool in (*states, kv)]
+        memory = StepMemory(inputs)
         logits = self._logits(inputs)
         for name, (value, old) in indices.items():
             if not torch.equal(value, old):
                 raise ModelError(Rule.INPUTS_CHANGED, f"the model writes to {name}")
-        _check_foreign_writes(self._spec, before, (*states, kv), slots, places)
-        for pool, others, old in zip((*states, kv), unnamed, own, strict=True):
-            pool[others] = old[others]
+        memory.restore()
         answer = torch.zeros_like(logits)
         for row, token in enumerate(logit_tokens):
             self._compare("logits", tokens[token].prefix, logits[row])
             answer[row, tokens[token].next] = 1.0
-        for place, token in places.items():
+        kv, size = inputs.kv_cache, inputs.kv_cache.shape[3]
+        for place, token in memory.places.items():
             self._compare("KV", tokens[token].prefix, kv[:, :, place // size, place % size])
-        for slot, token in slots.items():
-            for tensor, pool in zip(self._spec.states, states, strict=True):
+        for slot, token in memory.slots.items():
+            for tensor, pool in zip(self._spec.states, inputs.state_pool.tensors, strict=True):
                 self._compare(f"state {tensor.name!r}", tokens[token].prefix, pool[:, slot])
         return answer
 
@@ -340,72 +288,6 @@ class _Trial:
         if difference > self._tolerance:
             message = f"{what} after {length} tokens differs by {difference:.1e} of its maximum"
             raise ModelError(self.rule, message)
-
-
-def _destinations(inputs: StepInputs) -> tuple[dict[int, int], dict[int, int]]:
-    """State slot -> token, and place in the KV cache -> token, after which the step stores there."""
-    chunks, checkpoints, decoded = inputs.chunks, inputs.checkpoints, inputs.num_decode_tokens
-    stops = torch.cat([chunks.query_start_loc[1:], chunks.cu_chunk_seqlens[1:], checkpoints.token_ends])
-    ends = [*range(decoded), *(decoded + stop - 1 for stop in stops.tolist())]
-    slots = torch.cat([inputs.state_destinations, chunks.destinations, checkpoints.destinations]).tolist()
-    places = zip(inputs.kv_write_positions.tolist(), inputs.kv_write_tokens.tolist(), strict=True)
-    return (
-        {slot: token for slot, token in zip(slots, ends, strict=True) if slot >= 0},
-        {place: token for place, token in places if place >= 0},
-    )
-
-
-def _unnamed(inputs: StepInputs, slots: Collection[int]) -> list[tuple[slice | list[int], ...]]:
-    """The indices of what the step does not name: slots of each state tensor, and blocks of the KV cache."""
-    known = {*slots, *inputs.state_sources.tolist()}
-    others = [slot for slot in range(inputs.state_pool.tensors[0].shape[1]) if slot not in known]
-    counts = (-(-inputs.kv_lengths // inputs.kv_cache.shape[3])).tolist()
-    rows = zip(inputs.block_table.tolist(), counts, strict=True)
-    held = {block for table, count in rows for block in table[:count]}
-    free = [block for block in range(inputs.kv_cache.shape[2]) if block not in held]
-    every = slice(None)
-    return [*[(every, others) for _ in inputs.state_pool.tensors], (every, every, free)]
-
-
-def _poison_unread(inputs: StepInputs, slots: Collection[int], places: Collection[int]) -> None:
-    """Fill destinations that are no sources with NaN, and rows of KV that are written now or later.
-
-    In blocks with stored KV these rows get the largest finite number: kernels may multiply them by 0.
-    """
-    sources = set(inputs.state_sources.tolist())
-    for states in inputs.state_pool.tensors:
-        states[:, [slot for slot in slots if slot not in sources]] = float("nan")
-    kv, size = inputs.kv_cache, inputs.kv_cache.shape[3]
-    num_stored: dict[int, int] = {}  # block -> its leading rows whose KV is stored
-    for table, length in zip(inputs.block_table.tolist(), inputs.kv_lengths.tolist(), strict=True):
-        for index, block in enumerate(table[: ceil_div(length, size)]):
-            rows = range(block * size, block * size + min(size, length - index * size))
-            stored = sum(place not in places for place in rows)
-            num_stored[block] = max(stored, num_stored.get(block, 0))
-    for block, stored in num_stored.items():
-        kv[:, :, block, stored:] = torch.finfo(kv.dtype).max if stored else float("nan")
-
-
-def _check_foreign_writes(
-    spec: HybridStateSpec, before: Sequence[Tensor], pools: Sequence[Tensor], slots: Collection[int],
-    places: Collection[int],
-) -> None:  # fmt: skip
-    """Raise a ModelError for a change of memory that is no destination of the step."""
-    *states, kv = (
-        ~torch.isclose(old, new, rtol=0.0, atol=0.0, equal_nan=True)
-        for old, new in zip(before, pools, strict=True)
-    )
-    for tensor, changed in zip(spec.states, states, strict=True):
-        changed[:, list(slots)] = False
-        if changed.any():
-            message = f"the model writes {tensor.name!r} of slots that are no destinations of the step"
-            raise ModelError(Rule.FOREIGN_WRITE, message)
-    changed, size = kv.flatten(2, 3), kv.shape[3]
-    begun = [place + offset for place in places if place % size == 0 for offset in range(size)]
-    changed[:, :, begun] &= pools[-1].flatten(2, 3)[:, :, begun] != 0  # zeros may follow the last token
-    changed[:, :, list(places)] = False
-    if changed.any():
-        raise ModelError(Rule.FOREIGN_WRITE, "the model writes KV that is not at kv_write_positions")
 
 
 # ---- ways of serving the same texts: whole and in parts, alone and together, computed and cached

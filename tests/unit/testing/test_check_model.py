@@ -15,7 +15,7 @@ from hypothesis import settings
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.models import hybrid_lm
 from mambaslots.testing import ModelError, check_model
-from mambaslots.testing.check_model import Rule
+from mambaslots.testing.rules import Rule
 from oracle import bad_values as bad
 from oracle.bad_values import refuse_all
 from oracle.drafters import InPlaceModel

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mambaslots.state_spec import StateTensor
 from mambaslots.testing import ModelError, check_model
-from mambaslots.testing.check_model import Rule
+from mambaslots.testing.rules import Rule
 from oracle.ema_lm import DIM, TAPS, VOCABULARY, EmaLM
 from oracle.state_tensors import conv_and_ssm
 from torch import Tensor
