@@ -50,7 +50,6 @@ class Architecture:
         mixer: the class of the mixers, after `prefix`.
         forward: what replaces the mixers' forward.
         states: the states of all mixers.
-        fuses_attention: whether the kernels rotate and normalise queries and keys; else it stays as it is.
         layer: the class of the layers whose branches are known, after `prefix`; None: no layer is replaced.
         branches: of such a layer. returned: what it returns.
         final_norm: the name of the norm after the last layer. None where another layer may follow one that
@@ -66,7 +65,6 @@ class Architecture:
     mixer: str
     forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
     states: States
-    fuses_attention: bool = True
     layer: str | None = "DecoderLayer"
     branches: Callable[[Any], NamedBranches] | None = None
     returned: Callable[[Tensor], Any] = lambda hidden: hidden
@@ -167,7 +165,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         activation="mamba_hidden_act", other_layers=frozenset({"mlp", "moe"}),
     ),
     "olmo_hybrid": Architecture(
-        "OlmoHybrid", "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net, fuses_attention=False,
+        "OlmoHybrid", "GatedDeltaNet", GatedDeltaNetForward, _gated_delta_net,
         layer="LinearAttentionDecoderLayer", branches=two_branches("linear_attn", "mlp"), final_norm=None,
         splits=False,
     ),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..models.layer_steps import attend
 from .current_step import CurrentStep
 from .joint_linear import JointLinear
 
@@ -47,20 +48,25 @@ _NORMS: tuple[tuple[str, ...], ...] = (("q_norm", "k_norm"), ("q_layernorm", "k_
 
 
 class AttentionForward:
-    """Attention whose queries and keys are normalised and rotated, some channels or none, and may be gated.
+    """Attention over the paged KV cache; its queries and keys may be normalised, rotated and gated.
 
-    Where the query's projection is twice as wide as what the last projection reads, it also gives the gates.
+    A norm is of each head, or of all heads together. Some channels are rotated, or none. Where the query's
+    projection is twice as wide as what the last projection reads, it also gives the gates.
     """
 
-    def __init__(self, attention: Any, step: CurrentStep, offset: float) -> None:
+    def __init__(self, attention: Any, layer: int, step: CurrentStep, offset: float) -> None:
         self._attention = attention
+        self._layer = layer
         self._step = step
         self._offset = offset
         head_dim, projections = attention.head_dim, (attention.q_proj, attention.k_proj, attention.v_proj)
         self._joint = JointLinear(attention, ("q_proj", "k_proj", "v_proj"))
         self._last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
-        self._norms = next((names for names in _NORMS if hasattr(attention, names[0])), ())
-        self._eps = eps_of(getattr(attention, self._norms[0])) if self._norms else 0.0
+        norms = next((names for names in _NORMS if hasattr(attention, names[0])), ())
+        is_wide = bool(norms) and getattr(attention, norms[0]).weight.numel() > head_dim
+        self._wide_norms = norms if is_wide else ()
+        self._head_norms = () if is_wide else norms
+        self._eps = eps_of(getattr(attention, norms[0])) if norms else 0.0
         self._is_gated = attention.q_proj.out_features == 2 * getattr(attention, self._last).in_features
         self._widths = [projection.out_features for projection in projections]
         self._query_heads = (-1, head_dim * (1 + self._is_gated))
@@ -70,8 +76,11 @@ class AttentionForward:
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
-        module, hidden = self._attention, hidden_states[0]
-        query, key, value = torch.split_with_sizes(self._joint(hidden), self._widths, dim=-1)
+        module, inputs, kernels = self._attention, self._step.inputs, self._step.kernels
+        query, key, value = torch.split_with_sizes(self._joint(hidden_states[0]), self._widths, dim=-1)
+        if self._wide_norms:
+            of_query, of_key = (getattr(module, name) for name in self._wide_norms)
+            query, key = of_query(query), of_key(key)
         query = torch.unflatten(query, -1, self._query_heads)
         key, value = torch.unflatten(key, -1, self._heads), torch.unflatten(value, -1, self._heads)
         if self._is_gated:
@@ -80,13 +89,14 @@ class AttentionForward:
             key = key * module.key_multiplier
         if position_embeddings is not None:
             cos, sin = (angles[0] for angles in position_embeddings)
-            of_query, of_key = [getattr(module, name).weight for name in self._norms] or (None, None)
-            query, key = self._step.kernels.qk_norm_rotary(
+            of_query, of_key = [getattr(module, name).weight for name in self._head_norms] or (None, None)
+            query, key = kernels.qk_norm_rotary(
                 query, key, cos, sin, of_query, of_key, self._eps, offset=self._offset
             )
-        out: Tensor = module.mambaslots_attention(query, key, value, module.scaling)
+        cache = inputs.kv_cache[self._layer]
+        out = attend(query, key, value, cache, inputs, kernels, scale=module.scaling)
         if self._is_gated:
-            out = self._step.kernels.sigmoid_mul(out, gate)
+            out = kernels.sigmoid_mul(out, gate)
         return getattr(module, self._last)(out.flatten(1))[None], None
 
 

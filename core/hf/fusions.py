@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..models.layer_steps import head_logits
 from .current_step import CurrentStep
-from .fused_modules import AttentionForward, NormForward, mlp_forward, scaled
+from .fused_modules import NormForward, mlp_forward, scaled
 
 Branch = Callable[..., Tensor]
 """From a normalised [1, T, hidden] and the keyword arguments of the layer to what the layer adds."""
@@ -136,9 +136,6 @@ def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep)
     if getattr(config, "mlp_hidden_act", "relu2") == "relu2":
         for module in modules_of(model, architecture.named("MLP")):
             module.forward = mlp_forward(module, step)
-    if architecture.fuses_attention:
-        for module in modules_of(model, architecture.named("Attention")):
-            module.forward = AttentionForward(module, step, architecture.norm_offset)
     if architecture.layer is not None and architecture.branches is not None:
         for layer in modules_of(model, architecture.named(architecture.layer)):
             named = architecture.branches(layer)

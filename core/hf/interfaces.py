@@ -1,51 +1,19 @@
-"""The attention and the experts of served models, which transformers calls by its registered interfaces."""
+"""The attention and the experts of served models, as transformers has them registered."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model_parts import Part
-from ..models.layer_steps import attend
-from ..validation import refused
-from .current_step import CurrentStep
 
 ATTENTION_NAME = "mambaslots"  # the `attn_implementation` of served models
 EXPERTS_NAME = "mambaslots"  # the `experts_implementation` of served models
 
 
-@dataclass(frozen=True)
-class PagedAttention:
-    """Where one attention module keeps its keys and values: `layer` of `StepInputs.kv_cache`."""
-
-    layer: int
-    step: CurrentStep
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Store the keys and values of all tokens [T, kv heads, D], and attend: [T, heads, D]."""
-        inputs = self.step.inputs
-        return attend(query, key, value, inputs.kv_cache[self.layer], inputs, self.step.kernels, scale=scale)
-
-
-def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float, *, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention that transformers calls, [1, heads, T, D]; ValueError for what is not served."""
-    unserved = {
-        "attention_mask": attention_mask,
-        "sliding_window": sliding_window,
-        "softcap": softcap,
-        "s_aux": s_aux,
-    }
-    for name, asked in unserved.items():
-        if asked is not None:
-            raise refused(f"{name} of {type(module).__name__}", asked, "None")
-    paged: PagedAttention = module.mambaslots_attention  # type: ignore[assignment]
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return paged(queries, keys, values, scaling)[None], None
+def attention_forward(module: nn.Module, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """What stands for attention at transformers; a ValueError where a module was not replaced by ours."""
+    raise ValueError(f"attention is a {type(module).__name__}; accepted: a class of the architecture")
 
 
 def experts_forward(

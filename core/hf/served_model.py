@@ -11,9 +11,10 @@ from ..parallel_groups import ParallelGroups, checked_groups
 from ..state_spec import HybridStateSpec
 from . import architectures
 from .current_step import CurrentStep
+from .fused_modules import AttentionForward
 from .fusions import install as install_fused
 from .fusions import modules_of
-from .interfaces import ATTENTION_NAME, EXPERTS_NAME, PagedAttention, register_with_transformers
+from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
 from .joint_linear import join_weights
 from .moved_hooks import names_moved_hooks
 from .split import ModelSplit
@@ -57,7 +58,7 @@ class ServedModel:
         self._step = CurrentStep(self.groups)
         register_with_transformers()
         self._replace_mixers()
-        self._install_attention()
+        self._replace_attention()
         self._stack = install_fused(self.model, self.config, self._architecture, self._step)
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
@@ -115,10 +116,10 @@ class ServedModel:
             forward = architecture.forward(mixer, layer, self._step)
             mixer.forward = self._step.summing(forward) if architecture.layer is None else forward
 
-    def _install_attention(self) -> None:
+    def _replace_attention(self) -> None:
         if layer_types := self._architecture.attention_layers:
             for layer, module in enumerate(self._modules("Attention", layer_types)):
-                module.mambaslots_attention = PagedAttention(layer, self._step)  # type: ignore[assignment]
+                module.forward = AttentionForward(module, layer, self._step, self._architecture.norm_offset)
             self.model.set_attn_implementation(ATTENTION_NAME)
 
     def _modules(self, kind: str, layer_types: frozenset[str]) -> list[nn.Module]:
