@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
+from ..models.layer_steps import sum_over_ranks
 from ..parallel_groups import ParallelGroups
 
 
@@ -21,15 +22,12 @@ class CurrentStep:
     kernels: KernelSet
     waiting: Tensor | None = None
 
-    def __init__(self, groups: ParallelGroups | None = None) -> None:
-        self.groups = groups or ParallelGroups()
+    def __init__(self, groups: ParallelGroups) -> None:
+        self.groups = groups
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' results, in the dtype of `partial`, which is overwritten."""
-        if self.groups.tensor_size == 1:
-            return partial
-        wide = partial.to(self.kernels.compute_dtype(partial.dtype))
-        return self.groups.sum_partials(wide).to(partial.dtype)
+        return sum_over_ranks(partial, self.groups, self.kernels)
 
     def summing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`forward`, whose results the ranks add up."""

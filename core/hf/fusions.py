@@ -41,16 +41,11 @@ class LayerForward:
         return hidden_states
 
 
-def _attend(attention: Any, normed: Tensor, **kwargs: Any) -> Tensor:
-    attended: Tensor = attention(hidden_states=normed, **kwargs)[0]
-    return attended
+def _branch(module: Any, is_attention: bool = False) -> Branch:
+    """A module, which may return more than its output; only attention needs more than its input."""
 
-
-def _plain(module: Any) -> Branch:
-    """A module that needs nothing but its input, and may return more than its output."""
-
-    def branch(normed: Tensor, **_: Any) -> Tensor:
-        out: Any = module(normed)
+    def branch(normed: Tensor, **kwargs: Any) -> Tensor:
+        out: Any = module(normed, **kwargs) if is_attention else module(normed)
         computed: Tensor = out[0] if isinstance(out, tuple) else out
         return computed
 
@@ -60,23 +55,19 @@ def _plain(module: Any) -> Branch:
 def _mixer(layer: Any, name: str) -> Branch:
     """The mixer `name` of a layer that has one, else the layer's attention."""
     mixer = getattr(layer, name, None)
-    if mixer is not None:
-        return _plain(mixer)
-    return lambda normed, **kwargs: _attend(layer.self_attn, normed, **kwargs)
+    return _branch(layer.self_attn, is_attention=True) if mixer is None else _branch(mixer)
 
 
 def two_branches(
     mixer: str, mlp: str, norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
 ) -> Callable[[Any], NamedBranches]:
     """A mixer or attention, then an MLP or a mixture of experts."""
-    return lambda layer: [(norms[0], _mixer(layer, mixer)), (norms[1], _plain(getattr(layer, mlp)))]
+    return lambda layer: [(norms[0], _mixer(layer, mixer)), (norms[1], _branch(getattr(layer, mlp)))]
 
 
 def nemotron_h_branches(layer: Any) -> NamedBranches:
     """One mixer, MLP, mixture of experts or attention."""
-    if layer.block_type != "full_attention":
-        return [("norm", _plain(layer.mixer))]
-    return [("norm", lambda normed, **kwargs: _attend(layer.mixer, normed, **kwargs))]
+    return [("norm", _branch(layer.mixer, layer.block_type == "full_attention"))]
 
 
 def granite_branches(layer: Any) -> NamedBranches:
@@ -98,12 +89,12 @@ def granite_branches(layer: Any) -> NamedBranches:
 def falcon_h1_branches(layer: Any) -> NamedBranches:
     """A Mamba-2 mixer and attention of one input, each with multipliers, then an MLP."""
 
-    def both(normed: Tensor, mamba_attention_mask: Any = None, **kwargs: Any) -> Tensor:
+    def both(normed: Tensor, **kwargs: Any) -> Tensor:
         mixed = scaled(layer.mamba(hidden_states=normed), layer.ssm_out_multiplier)
-        attended = _attend(layer.self_attn, scaled(normed, layer.attention_in_multiplier), **kwargs)
+        attended = layer.self_attn(scaled(normed, layer.attention_in_multiplier), **kwargs)[0]
         return mixed + scaled(attended, layer.attn_out_multiplier)
 
-    return [("input_layernorm", both), ("pre_ff_layernorm", _plain(layer.feed_forward))]
+    return [("input_layernorm", both), ("pre_ff_layernorm", _branch(layer.feed_forward))]
 
 
 class LayerStack:

@@ -14,7 +14,7 @@ from ..state_spec import HybridStateSpec
 from ..validation import device as checked_device
 from ..validation import float_dtype, instance, integer
 from .hybrid_config import HybridConfig
-from .layer_steps import head_logits
+from .layer_steps import head_logits, sum_over_ranks
 from .mixers import MIXERS
 from .weight_part import vocabulary_part_of
 from .weights import ModelWeights, RandomWeights, SavedWeights, WeightSource, read_config, write
@@ -161,9 +161,7 @@ class HybridLM(nn.Module):
                 normed = kernels.rms_norm(hidden, norm, eps)
             else:
                 hidden, normed = kernels.add_rms_norm(hidden, added, norm, eps)
-            added = layer(normed, inputs, kernels)
-            if groups.tensor_size > 1:
-                added = groups.sum_partials(added.to(config.compute_dtype)).to(config.dtype)
+            added = sum_over_ranks(layer(normed, inputs, kernels), groups, kernels)
         assert added is not None, "a stage has at least one layer"
         if groups.is_last_stage:
             rows = inputs.logit_tokens

@@ -86,12 +86,11 @@ def run_mamba2(
         else:
             kernels.ssd_replay(*step, **(kept | _replayed_chunk(inputs, replay)), out=out_rows)
     if inputs.num_prefills:
-        x_rows, dt_rows, B_rows, C_rows, out_rows = _prefills(inputs, x, dt, B, C, out)
-        step = x_rows, dt_rows, A, B_rows, C_rows, net.D, states
-        kernels.ssd_chunk_scan(*step, **_scanned(inputs), out=out_rows)
+        x, dt, B, C, out_rows = _prefills(inputs, x, dt, B, C, out)
+        kernels.ssd_chunk_scan(x, dt, A, B, C, net.D, states, **_scanned(inputs), out=out_rows)
         if replay is not None:
             tails, chunk_size = _tails(inputs, replay), inputs.chunks.chunk_size
-            kernels.keep_ssd_inputs(x_rows, dt_rows, A, B_rows, **kept, **tails, chunk_size=chunk_size)
+            kernels.keep_ssd_inputs(x, dt, A, B, **kept, **tails, chunk_size=chunk_size)
     return out.flatten(1)
 
 
@@ -126,18 +125,16 @@ def run_delta_net(
     convolution = raw, net.weight, net.bias, "gdn_conv", layer, inputs, kernels
     q, k, v = net.heads(convolve(*convolution, decodes_too=replay is None))
     if inputs.num_decodes and replay is None:
-        q_rows, k_rows, v_rows, g_rows, beta_rows = _decodes(inputs, q, k, v, g, beta)
-        step = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]
+        step = *_decodes(inputs, q, k, v, g, beta), pool[layer]
         outputs.append(kernels.gated_delta_rule_update(*step, **_updated(inputs)).flatten(0, 1))
     if inputs.num_prefills:
-        q_rows, k_rows, v_rows, g_rows, beta_rows = _prefills(inputs, q, k, v, g, beta)
-        step = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]
+        q, k, v, g, beta = _prefills(inputs, q, k, v, g, beta)
         keeps_new_v = kept["inverses"] is not None
-        new_v = torch.empty(v_rows.shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
+        new_v = torch.empty(v.shape, dtype=v.dtype, device=v.device) if keeps_new_v else None
+        step = q, k, v, g, beta, pool[layer]
         outputs.append(kernels.gated_delta_rule_scan(*step, **_scanned(inputs), new_v=new_v))
         if replay is not None:
-            tails = _tails(inputs, replay)
-            kernels.keep_delta_inputs(k_rows, v_rows, g_rows, beta_rows, new_v, **kept, **tails)
+            kernels.keep_delta_inputs(k, v, g, beta, new_v, **kept, **_tails(inputs, replay))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -176,6 +173,13 @@ def gated_norm(
     total = ranks.sum_partials(squares)[:, group, None]
     normed = x * torch.rsqrt(total / (x.shape[1] * ranks_of_group) + eps) * weight.to(dtype)
     return (normed if gates_first else normed * silu).to(y.dtype)
+
+
+def sum_over_ranks(partial: Tensor, ranks: ParallelGroups, kernels: KernelSet) -> Tensor:
+    """The sum of the ranks' results, in the dtype of `partial`, which is overwritten."""
+    if ranks.tensor_size == 1:
+        return partial
+    return ranks.sum_partials(partial.to(kernels.compute_dtype(partial.dtype))).to(partial.dtype)
 
 
 def head_logits(
