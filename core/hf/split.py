@@ -8,9 +8,9 @@ from torch import nn
 from ..model_parts import Part
 from ..models.weight_part import (
     WeightPart,
+    checked_part,
     delta_net_channels,
     mamba2_channels,
-    part_of,
     set_weight,
     shifted,
     span,
@@ -32,17 +32,9 @@ class ModuleSplit:
         self.sizes: dict[str, Any] = {}
 
     def part(self, name: str, total: int | None = None, *, shared: bool = False) -> Part:
-        """This rank's equal part of what the attribute `name` counts, or of `total`; else a ValueError.
-
-        With `shared`, several ranks hold one unit where there are more ranks.
-        """
-        total, size = getattr(self.module, name) if total is None else total, self.groups.tensor_size
-        if total % size and not (shared and size % total == 0):
-            raise ValueError(
-                f"{name} of {type(self.module).__name__} is {total}; accepted: a multiple "
-                f"{'or a divisor ' * shared}of the {size} ranks of the tensor group"
-            )
-        return part_of(total, self.groups)
+        """The `checked_part` of what the attribute `name` counts, or of `total`."""
+        total = getattr(self.module, name) if total is None else total
+        return checked_part(f"{name} of {type(self.module).__name__}", total, self.groups, shared=shared)
 
     def rows(self, name: str, ranges: Iterable[range]) -> None:
         """A child computes these outputs of a projection or convolution."""

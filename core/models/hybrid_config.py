@@ -10,7 +10,9 @@ from ..model_parts import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
 from ..validation import INT32_MAX, float_dtype, integer, real, refused
-from .weight_part import part_of
+from .weight_part import checked_part
+
+_SHARED = ("mamba_num_groups", "delta_num_key_heads", "num_kv_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,27 +119,10 @@ class HybridConfig:
         return compute_dtype(self.dtype)
 
     def shard(self, groups: ParallelGroups) -> ModelShard:
-        """This rank's part: layers and an equal share of heads; a ValueError where sizes do not divide.
-
-        With fewer B/C groups or KV heads than ranks, several ranks hold the same group or KV head.
-        """
-        size, stages, of = groups.tensor_size, groups.pipeline_size, "of the tensor group"
-        divided = ["mamba_num_heads", "num_attention_heads", "mlp_hidden_size"]
-        shared = ["mamba_num_groups", "num_kv_heads"]
-        if "G" in self.pattern:
-            divided.append("delta_num_value_heads")
-            shared.append("delta_num_key_heads")
-        if "C" in self.pattern:
-            divided.append("hidden_size")
-        for name in divided:
-            if getattr(self, name) % size:
-                raise refused(name, getattr(self, name), f"a multiple of the {size} ranks {of}")
-        for name in shared:
-            total = getattr(self, name)
-            if total % size and size % total:
-                raise refused(name, total, f"a multiple or a divisor of the {size} ranks {of}")
-        if len(self.pattern) < stages:
-            raise refused("pattern", self.pattern, f"at least one layer for each of {stages} stages")
+        """This rank's layers and KV heads; a ValueError for fewer layers than stages."""
+        if len(self.pattern) < groups.pipeline_size:
+            accepted = f"at least one layer for each of {groups.pipeline_size} stages"
+            raise refused("pattern", self.pattern, accepted)
         layers, kv_heads = self.layers_of("*", groups), self.part_of("num_kv_heads", groups)
         return ModelShard(attention_layers=layers, kv_heads=kv_heads)
 
@@ -148,8 +133,12 @@ class HybridConfig:
         return Part(before, before + self.pattern[first:stop].count(kind), self.pattern.count(kind))
 
     def part_of(self, name: str, groups: ParallelGroups) -> Part:
-        """This rank's part of the heads, groups or channels that the field `name` counts."""
-        return part_of(getattr(self, name), groups)
+        """This rank's equal part of the heads, groups or channels that the field `name` counts.
+
+        With fewer B/C groups, key heads or KV heads than ranks, several ranks hold the same one. A ValueError
+        where sizes do not divide.
+        """
+        return checked_part(name, getattr(self, name), groups, shared=name in _SHARED)
 
     def states(self, groups: ParallelGroups) -> tuple[StateTensor, ...]:
         """The tensors of the state that this rank of `groups` holds."""

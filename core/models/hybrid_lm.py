@@ -96,7 +96,6 @@ class HybridLM(nn.Module):
         if (found := existing_folder("folder", folder)) is None:
             raise ModelFolderError(f"folder is {str(folder)!r}; accepted: a folder that is there")
         model, config, source = cls.__new__(cls), read_config(found, dtype), SavedWeights(found)
-        source.check_widths(config)
         model._make(config, source, checked_device("device", device), groups)
         source.check_all_taken()
         return model

@@ -12,7 +12,7 @@ from ..inference.kernels.kernel_set import KernelSet
 from ..inference.kernels.operands import DeltaNet
 from .hybrid_config import HybridConfig
 from .layer_steps import Mamba2, attend, convolve, gated_norm, run_delta_net, run_mamba2
-from .weight_part import delta_net_channels, mamba2_channels, part_of, shifted, span
+from .weight_part import delta_net_channels, mamba2_channels, shifted, span
 from .weights import ModelWeights
 
 
@@ -32,14 +32,14 @@ class MambaMixer(nn.Module):
         )
         self.sizes = [len(x), sum(map(len, conv)), heads.count]  # of the gate, what is convolved, and dt
         own, kernel = [heads.indices], config.conv_kernel
-        # dt falls with the square root of the memory: so all heads' states have one magnitude.
-        memory = _memory_of_heads(config.mamba_num_heads)
-        dt = 1.5 * memory.rsqrt()
         num_projected = config.inner_dim + config.conv_dim + config.mamba_num_heads
         self.in_proj = weights.linear("in_proj", num_projected, config.hidden_size, rows=projected)
         self.conv_weight = weights.normal("conv_weight", config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
         # With this bias SiLU of a standard normal has a mean near zero; slow heads would sum up another one.
         self.conv_bias = weights.full("conv_bias", config.conv_dim, -0.5, rows=conv)
+        # dt falls with the square root of the memory: so all heads' states have one magnitude.
+        memory = _memory_of_heads(config.mamba_num_heads)
+        dt = 1.5 * memory.rsqrt()
         self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=own)
         self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=own)
         self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=own)
@@ -104,7 +104,7 @@ class ShortConv(nn.Module):
         super().__init__()
         self.layer_index = layer_index
         hidden, kernel = config.hidden_size, config.short_conv_kernel
-        own = [part_of(hidden, weights.groups).indices]
+        own = [config.part_of("hidden_size", weights.groups).indices]
         # Rows of the projection: the gate before the convolution, the gate after it, and what is convolved.
         rows = [*own, *shifted(own, hidden), *shifted(own, 2 * hidden)]
         self.in_proj = weights.linear("in_proj", 3 * hidden, hidden, rows=rows)
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         self.layer_index = layer_index
         query_dim = config.num_attention_heads * config.head_dim
         kv_dim = config.num_kv_heads * config.head_dim
-        queries = [part_of(query_dim, weights.groups).indices]
+        queries = [span(config.part_of("num_attention_heads", weights.groups), config.head_dim)]
         kv = [span(weights.shard.kv_heads, config.head_dim)]
         # The gain makes scores sharp. With a gain of 1, random keys would average the context away.
         self.q_proj = weights.linear("q_proj", query_dim, config.hidden_size, gain=3.0, rows=queries)
@@ -160,7 +160,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
-        own = [part_of(config.mlp_hidden_size, weights.groups).indices]
+        own = [config.part_of("mlp_hidden_size", weights.groups).indices]
         self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, config.hidden_size, rows=own)
         self.down_proj = weights.linear("down_proj", config.hidden_size, config.mlp_hidden_size, columns=own)
 

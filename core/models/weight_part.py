@@ -52,6 +52,20 @@ def part_of(total: int, groups: ParallelGroups) -> Part:
     return Part.of_rank(total, groups.tensor_rank, groups.tensor_size)
 
 
+def checked_part(name: str, total: int, groups: ParallelGroups, *, shared: bool = False) -> Part:
+    """`part_of` what `name` counts; a ValueError where ranks cannot have equal parts.
+
+    With `shared`, several ranks hold one unit where there are more ranks: 2 KV heads over 4 ranks.
+    """
+    size = groups.tensor_size
+    if total % size and not (shared and size % total == 0):
+        raise ValueError(
+            f"{name} is {total}; accepted: a multiple {'or a divisor ' * shared}of the {size} ranks of the "
+            "tensor group"
+        )
+    return part_of(total, groups)
+
+
 def vocabulary_part_of(total: int, groups: ParallelGroups) -> Part:
     """This rank's rows of the head: `total / size` rounded up, and fewer on the last ranks."""
     rows = -(-total // groups.tensor_size)

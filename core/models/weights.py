@@ -154,23 +154,6 @@ class SavedWeights:
             raise ModelFolderError(f"{self._path} is truncated or corrupt: {error}") from error
         self.name = f"weights {digest[:16]}"
 
-    def check_widths(self, config: HybridConfig) -> None:
-        """Raise a ModelFolderError where layers, which list their channels, are wider than every tensor."""
-        shapes = [self._file.get_slice(name).get_shape() for name in self._unread]
-        widest = max((size for shape in shapes for size in shape), default=0)
-        widths = {
-            "M": config.conv_dim,
-            "G": config.delta_conv_dim,
-            "*": config.num_attention_heads * config.head_dim,
-            "-": config.mlp_hidden_size,
-        }
-        for kind, width in widths.items():
-            if kind in config.pattern and width > widest:
-                raise ModelFolderError(
-                    f"{self._path.with_name(CONFIG)} has layers {kind!r} of {width} channels; accepted: at "
-                    f"most {widest}, the largest size of a tensor in {self._path.name}"
-                )
-
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         return self._take(name, shape)
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -345,3 +347,16 @@ class TestConfig:
     def test_a_wrong_seed_is_refused(self):
         with pytest.raises(ValueError, match="seed is -1; accepted: "):
             HybridLM(HybridConfig.tiny(), seed=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("mamba_num_heads", "8; accepted: a multiple of the 3 ranks of the tensor group"),
+        ("num_kv_heads", "2; accepted: a multiple or a divisor of the 3 ranks of the tensor group"),
+    ],
+)
+def test_a_size_that_ranks_cannot_divide_is_named(name: str, accepted: str) -> None:
+    ranks: Any = SimpleNamespace(tensor_rank=1, tensor_size=3)
+    with pytest.raises(ValueError, match=f"{name} is {accepted}"):
+        HybridConfig.tiny().part_of(name, ranks)
