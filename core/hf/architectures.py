@@ -198,7 +198,6 @@ def read_config(path: Path) -> "PreTrainedConfig":
 
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """A copy of the config of the text model in `config`; a ValueError names what of it is not served."""
-    known = ", ".join(sorted([*ARCHITECTURES, *WRAPPERS]))
     text: Any = config
     if config.model_type in WRAPPERS:
         text = config.get_text_config()
@@ -208,16 +207,12 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
                 f"{WRAPPERS[config.model_type]!r}"
             )
     if text.model_type not in ARCHITECTURES:
-        raise ValueError(f"model_type is {text.model_type!r}; accepted: {known}")
+        known = sorted([*ARCHITECTURES, *WRAPPERS])
+        raise ValueError(f"model_type is {text.model_type!r}; accepted: {', '.join(known)}")
     text = copy.deepcopy(text)
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     _check_features(text)
     return text
-
-
-def architecture_of(text: "PreTrainedConfig") -> Architecture:
-    """The row of a config that `text_config` returned."""
-    return ARCHITECTURES[text.model_type]
 
 
 def _check_features(text: Any) -> None:
@@ -248,24 +243,25 @@ def _check_features(text: Any) -> None:
 
 
 def state_spec(
-    text: "PreTrainedConfig",
+    config: Any,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     groups: ParallelGroups | None = None,
 ) -> HybridStateSpec:
-    """What a context allocates for this config; recurrent states have `_state_dtype`, all others `dtype`."""
-    config: Any = text
+    """What a context allocates for a `text_config`; recurrent states have `_state_dtype`, others `dtype`."""
     groups = groups or ParallelGroups()
-    architecture = architecture_of(text)
-    layers = [name in architecture.mixer_layers for name in config.layer_types]
-    attention = [name in architecture.attention_layers for name in config.layer_types]
+    architecture = ARCHITECTURES[config.model_type]
+    num_mixers, num_attention = (
+        sum(name in names for name in config.layer_types)
+        for names in (architecture.mixer_layers, architecture.attention_layers)
+    )
     kv_heads, head_dim = Part(0, 1, 1), 1
-    if any(attention):
+    if num_attention:
         kv_heads = part_of(config.num_key_value_heads, groups)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return HybridStateSpec(
-        states=architecture.states(config, sum(layers), dtype, _state_dtype(config, dtype), groups),
-        num_attention_layers=sum(attention),
+        states=architecture.states(config, num_mixers, dtype, _state_dtype(config, dtype), groups),
+        num_attention_layers=num_attention,
         num_kv_heads=kv_heads.count,
         head_dim=head_dim,
         kv_dtype=dtype,
@@ -273,7 +269,7 @@ def state_spec(
         device=torch.device(device),
         supports_replay=True,
         strided_blocks=True,
-        shard=ModelShard(attention_layers=Part(0, sum(attention), sum(attention)), kv_heads=kv_heads),
+        shard=ModelShard(attention_layers=Part(0, num_attention, num_attention), kv_heads=kv_heads),
         groups=groups,
         model=f"{config.model_type} {config.to_diff_dict()}",
     )

@@ -49,7 +49,7 @@ class ServedModel:
     def __init__(self, model: "PreTrainedModel", groups: ParallelGroups | None = None) -> None:
         self.groups = checked_groups(groups)
         self.config = architectures.text_config(model.config)
-        self._architecture = architectures.architecture_of(self.config)
+        self._architecture = architectures.ARCHITECTURES[self.config.model_type]
         accepted = self._architecture.named("ForCausalLM")
         if type(model).__name__ != accepted:
             raise ValueError(f"model is a {type(model).__name__}; accepted: a {accepted}")
@@ -57,8 +57,7 @@ class ServedModel:
         ModelSplit.of(self.model, self.config, self.groups).apply()
         self._step = CurrentStep(self.groups)
         register_with_transformers()
-        self._replace_mixers()
-        self._replace_attention()
+        self._replace_mixers_and_attention()
         self._stack = install_fused(self.model, self.config, self._architecture, self._step)
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
@@ -110,16 +109,14 @@ class ServedModel:
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
-    def _replace_mixers(self) -> None:
+    def _replace_mixers_and_attention(self) -> None:
         architecture = self._architecture
         for layer, mixer in enumerate(self._modules(architecture.mixer, architecture.mixer_layers)):
             forward = architecture.forward(mixer, layer, self._step)
             mixer.forward = self._step.summing(forward) if architecture.layer is None else forward
-
-    def _replace_attention(self) -> None:
-        if layer_types := self._architecture.attention_layers:
-            for layer, module in enumerate(self._modules("Attention", layer_types)):
-                module.forward = AttentionForward(module, layer, self._step, self._architecture.norm_offset)
+        if architecture.attention_layers:
+            for layer, module in enumerate(self._modules("Attention", architecture.attention_layers)):
+                module.forward = AttentionForward(module, layer, self._step, architecture.norm_offset)
             self.model.set_attn_implementation(ATTENTION_NAME)
 
     def _modules(self, kind: str, layer_types: frozenset[str]) -> list[nn.Module]:

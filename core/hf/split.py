@@ -18,7 +18,7 @@ from ..models.weight_part import (
 )
 from ..parallel_groups import ParallelGroups
 from ..validation import shown
-from .architectures import ARCHITECTURES, architecture_of
+from .architectures import ARCHITECTURES
 from .fused_modules import mlp_projections
 
 
@@ -181,9 +181,7 @@ def split_short_conv(split: ModuleSplit) -> None:
     split.columns("out_proj", [own])
 
 
-Splitter = Callable[[ModuleSplit], None]
-
-_SPLITTERS: dict[str, Splitter] = {
+_SPLITTERS: dict[str, Callable[[ModuleSplit], None]] = {
     "Attention": split_attention, "MLP": split_mlp, "Experts": split_experts, "MoE": split_latent_experts,
     "Mixer": split_mamba2, "Mamba2Mixer": split_mamba2, "MambaLayer": split_mamba2,
     "GatedDeltaNet": split_gated_delta_net, "ShortConv": split_short_conv,
@@ -208,7 +206,7 @@ class ModelSplit:
                 "None or one rank, because its layers are not split into stages"
             )
         if groups.tensor_size > 1:
-            if not architecture_of(config).splits:
+            if not ARCHITECTURES[config.model_type].splits:
                 split = sorted(name for name, row in ARCHITECTURES.items() if row.splits)
                 raise ValueError(
                     f"model_type is {config.model_type!r}, and groups.tensor has {groups.tensor_size} ranks; "
@@ -219,7 +217,7 @@ class ModelSplit:
 
     def _find_parts(self, config: Any, groups: ParallelGroups) -> None:
         model = self._model
-        prefix = architecture_of(config).prefix
+        prefix = ARCHITECTURES[config.model_type].prefix
         for path, module in model.named_modules():
             kind = type(module).__name__
             if kind.startswith(prefix) and (splitter := _SPLITTERS.get(kind.removeprefix(prefix))):
