@@ -54,7 +54,7 @@ class HybridLM(nn.Module):
         self.groups = groups = checked_groups(groups)
         self.weights_name = source.name
         weights = ModelWeights(config, source, device, groups)
-        self.shard = weights.shard
+        self.shard = config.shard(groups)
         embedding = weights.normal("embedding", config.vocab_size, config.hidden_size, std=1.0)
         self.layers = nn.ModuleList()
         first, stop = config.stage_layers(groups)

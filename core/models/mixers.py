@@ -128,7 +128,7 @@ class Attention(nn.Module):
         query_dim = config.num_attention_heads * config.head_dim
         kv_dim = config.num_kv_heads * config.head_dim
         queries = [span(config.part_of("num_attention_heads", weights.groups), config.head_dim)]
-        kv = [span(weights.shard.kv_heads, config.head_dim)]
+        kv = [span(config.part_of("num_kv_heads", weights.groups), config.head_dim)]
         # The gain makes scores sharp. With a gain of 1, random keys would average the context away.
         self.q_proj = weights.linear("q_proj", query_dim, config.hidden_size, gain=3.0, rows=queries)
         self.k_proj = weights.linear("k_proj", kv_dim, config.hidden_size, rows=kv)

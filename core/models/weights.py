@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,22 +35,19 @@ class RandomWeights:
         return values
 
 
+@dataclass
 class ModelWeights:
     """Makes parameters in the order of the model, each whole; a rank keeps what it asks for."""
 
-    def __init__(
-        self, config: HybridConfig, source: "WeightSource", device: torch.device, groups: ParallelGroups
-    ) -> None:
-        self.groups = groups
-        self.shard = config.shard(groups)
-        self.prefix = ""
-        self._config = config
-        self._source = source
-        self._device = device
+    config: HybridConfig
+    source: "WeightSource"
+    device: torch.device
+    groups: ParallelGroups
+    prefix: str = ""
 
     def constant(self, name: str, values: Tensor, rows: Iterable[range] | None = None) -> nn.Parameter:
         """A parameter that begins as `values`."""
-        whole = self._source.constant(self.prefix + name, values)
+        whole = self.source.constant(self.prefix + name, values)
         return self._parameter(name, _part(whole, 0, rows))
 
     def full(self, name: str, size: int, value: float, rows: Iterable[range] | None = None) -> nn.Parameter:
@@ -65,7 +62,7 @@ class ModelWeights:
         rows: Iterable[range] | None = None, columns: Iterable[range] | None = None,
     ) -> nn.Parameter:  # fmt: skip
         """Normal numbers of this shape. Only `rows` and `columns` are kept."""
-        whole = self._source.normal(self.prefix + name, shape, std)
+        whole = self.source.normal(self.prefix + name, shape, std)
         return self._parameter(name, _part(_part(whole, 0, rows), 1, columns))
 
     def linear(
@@ -77,8 +74,8 @@ class ModelWeights:
         return self.normal(name, out_features, in_features, std=std, rows=rows, columns=columns)
 
     def _parameter(self, name: str, values: Tensor) -> nn.Parameter:
-        dtype = self._config.compute_dtype if name in _WIDE else self._config.dtype
-        return nn.Parameter(values.to(self._device, dtype), requires_grad=False)
+        dtype = self.config.compute_dtype if name in _WIDE else self.config.dtype
+        return nn.Parameter(values.to(self.device, dtype), requires_grad=False)
 
 
 def _part(whole: Tensor, dim: int, ranges: Iterable[range] | None) -> Tensor:

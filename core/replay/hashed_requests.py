@@ -66,6 +66,7 @@ def _before(line: TraceLine, lines: Sequence[TraceLine], ends: dict[int, list[in
     return None
 
 
+@dataclass(frozen=True, eq=False)
 class HashedRequests(Sequence[TraceRequest]):
     """The requests of a file of hashes, whose tokens are made when a request is read.
 
@@ -73,22 +74,19 @@ class HashedRequests(Sequence[TraceRequest]):
     other request has. Blocks of 4 tokens, hashes 0 and 1, prompt of 10: [0 0 0 0 1 1 1 1 n n].
     """
 
-    def __init__(
-        self, lines: Sequence[TraceLine], lineage: Lineage, sessions: Sequence[int], num_hashes: int
-    ) -> None:
-        self._lines = lines
-        self._lineage = lineage
-        self._sessions = sessions
-        self._num_hashes = num_hashes
+    lines: Sequence[TraceLine]
+    lineage: Lineage
+    sessions: Sequence[int]
+    num_hashes: int
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.lines)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        line = self._lines[index]
+        line = self.lines[index]
         size, num_prompt = line.hash_tokens, line.num_prompt
         length = num_prompt + line.num_answer
         whole = num_prompt // size  # the block after it may hold both: it is made once as each
@@ -96,7 +94,7 @@ class HashedRequests(Sequence[TraceRequest]):
         answer = [self._in_answer(index, block) for block in range(whole, ceil_div(length, size))]
         return TraceRequest(
             line.arrival_s,
-            self._sessions[index],
+            self.sessions[index],
             _spread(prompt, size)[:num_prompt],
             _spread(answer, size)[num_prompt - whole * size : length - whole * size],
         )
@@ -104,26 +102,26 @@ class HashedRequests(Sequence[TraceRequest]):
     def _in_prompt(self, index: int, block: int) -> int:
         """The token of a block of a prompt."""
         while True:
-            line = self._lines[index]
+            line = self.lines[index]
             if block < len(line.blocks):
                 return int(line.blocks[block])
             if line.partial < 0:
-                following = self._lineage.successors[index]
+                following = self.lineage.successors[index]
             else:
-                following = self._lineage.partials.get(line.partial, -1)
-            if following >= 0 and block < len(self._lines[following].blocks):
-                return int(self._lines[following].blocks[block])
+                following = self.lineage.partials.get(line.partial, -1)
+            if following >= 0 and block < len(self.lines[following].blocks):
+                return int(self.lines[following].blocks[block])
             # A longer prompt each time: a file whose partial hashes contradict themselves ends, too.
-            if following < 0 or self._lines[following].num_prompt <= line.num_prompt:
-                return line.partial if line.partial >= 0 else self._num_hashes + index
+            if following < 0 or self.lines[following].num_prompt <= line.num_prompt:
+                return line.partial if line.partial >= 0 else self.num_hashes + index
             index = following
 
     def _in_answer(self, index: int, block: int) -> int:
         """The token of a block after a prompt."""
-        line, following = self._lines[index], self._lineage.successors[index]
+        line, following = self.lines[index], self.lineage.successors[index]
         if block < len(line.blocks):
             return int(line.blocks[block])
-        return self._in_prompt(following, block) if following >= 0 else self._num_hashes + index
+        return self._in_prompt(following, block) if following >= 0 else self.num_hashes + index
 
 
 def _spread(blocks: list[int], size: int) -> Tokens:

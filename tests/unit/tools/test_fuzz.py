@@ -142,7 +142,7 @@ def _line_without_answer(line: trace_line.TokenLine) -> trace_line.TraceLine:
     ("name", "place", "attribute", "value"),
     [
         ("traces", trace_line, "_of_tokens", _line_without_answer),
-        ("traces", hashed_requests.HashedRequests, "__len__", lambda self: len(self._lines) + 1),
+        ("traces", hashed_requests.HashedRequests, "__len__", lambda self: len(self.lines) + 1),
     ],
 )
 def test_a_fault_that_is_put_in_is_found(
