@@ -45,9 +45,7 @@ class JointLinear:
         kinds = {(parameter.dtype, parameter.device) for parameter in weights + biases}
         if len(kinds) > 1 or len(biases) not in (0, len(parts)):
             return False
-        if not all(_has_address(parameter) for parameter in weights + biases):
-            return False
-        if any(num_users[parameter.data_ptr()] > 1 for parameter in weights + biases):
+        if not all(_has_address(each) and num_users[each.data_ptr()] == 1 for each in weights + biases):
             return False
         self._weight = _side_by_side(weights)
         self._bias = _side_by_side(biases) if biases else None
