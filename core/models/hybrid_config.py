@@ -9,7 +9,7 @@ from ..inference.kernels.operands import compute_dtype
 from ..model_parts import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
-from ..validation import INT32_MAX, float_dtype, integer, real, refused
+from ..validation import INT32_MAX, check_fields, float_dtype, integer, real, refused, set_field
 from .weight_part import checked_part
 
 _SHARED = ("mamba_num_groups", "delta_num_key_heads", "num_kv_heads")
@@ -65,9 +65,8 @@ class HybridConfig:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type is int):
             minimum = 2 if name.endswith("conv_kernel") else 1
-            object.__setattr__(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
-        for name, lower_bound in (("rotary_base", 1.0), ("norm_eps", 0.0)):
-            object.__setattr__(self, name, real(name, getattr(self, name), lower_bound))
+            set_field(self, name, integer(name, getattr(self, name), minimum, INT32_MAX))
+        check_fields(self, real, rotary_base=(1.0,), norm_eps=(0.0,))
         float_dtype("dtype", self.dtype)
         if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set("MGC*-"):
             raise refused("pattern", self.pattern, "one or more of 'M', 'G', 'C', '*' and '-'")
