@@ -1,16 +1,13 @@
 """Decoder layers of transformers' models, and what replaces their modules."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..models.layer_steps import head_logits
 from .current_step import CurrentStep
 from .fused_modules import NormForward, mlp_forward, scaled
-
-if TYPE_CHECKING:
-    from .architectures import Architecture
 
 Branch = Callable[..., Tensor]
 """From a normalised [1, T, hidden] and the keyword arguments of the layer to what the layer adds."""
@@ -121,9 +118,7 @@ class LayerStack:
         return self._final_norm.after_waiting(hidden)[1][0]
 
 
-def install(
-    model: nn.Module, config: Any, architecture: "Architecture", step: CurrentStep
-) -> LayerStack | None:
+def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep) -> LayerStack | None:
     """Replace the forwards that an `Architecture` names; returns what runs layers, if not transformers."""
     norms: dict[nn.Module, NormForward] = {}
     for module in modules_of(model, architecture.named("RMSNorm")):
