@@ -23,11 +23,11 @@ class CurrentStep:
     waiting: Tensor | None = None
 
     def __init__(self, groups: ParallelGroups) -> None:
-        self.groups = groups
+        self.ranks = groups if groups.tensor_size > 1 else None
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum of the ranks' results, in the dtype of `partial`, which is overwritten."""
-        return sum_over_ranks(partial, self.groups, self.kernels)
+        return sum_over_ranks(partial, self.ranks, self.kernels)
 
     def summing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`forward`, whose results the ranks add up."""

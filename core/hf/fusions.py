@@ -151,7 +151,7 @@ def _install_head(model: nn.Module, config: Any, step: CurrentStep) -> None:
         return
 
     head.forward = lambda hidden: head_logits(
-        hidden, head.weight, config.vocab_size, step.groups, step.kernels
+        hidden, head.weight, config.vocab_size, step.ranks, step.kernels
     )
 
 

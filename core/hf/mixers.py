@@ -28,7 +28,7 @@ class Mamba2Forward:
         self._gates_first = not getattr(norm, "norm_before_gate", False)
         self._num_norm_groups = 0  # of the whole model; 0 without a norm
         if norm is not None:
-            width = mixer.intermediate_size * step.groups.tensor_size
+            width = mixer.intermediate_size * (1 if step.ranks is None else step.ranks.tensor_size)
             self._num_norm_groups = norm.n_groups if hasattr(norm, "n_groups") else width // norm.group_size
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -54,7 +54,7 @@ class Mamba2Forward:
             return kernels.silu_mul(gate, y)
         return gated_norm(
             y, gate, self._mixer.norm.weight, self._mixer.norm.variance_epsilon, num_groups,
-            self._step.groups, kernels, gates_first=self._gates_first,
+            self._step.ranks, kernels, gates_first=self._gates_first,
         )  # fmt: skip
 
 

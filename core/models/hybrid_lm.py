@@ -52,6 +52,8 @@ class HybridLM(nn.Module):
         super().__init__()
         self.config = config
         self.groups = groups = checked_groups(groups)
+        self._ranks = groups if groups.tensor_size > 1 else None
+        self._is_first_stage, self._is_last_stage = groups.is_first_stage, groups.is_last_stage
         self.weights_name = source.name
         weights = ModelWeights(config, source, device, groups)
         self.shard = config.shard(groups)
@@ -70,9 +72,9 @@ class HybridLM(nn.Module):
         final_norm = weights.ones("final_norm", config.hidden_size)
         rows = [vocabulary_part_of(config.vocab_size, groups).indices]
         lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size, gain=3.0, rows=rows)
-        if groups.is_first_stage:
+        if self._is_first_stage:
             self.embedding = embedding
-        if groups.is_last_stage:
+        if self._is_last_stage:
             self.final_norm = final_norm
             self.lm_head = lm_head
         self.eval()
@@ -148,7 +150,7 @@ class HybridLM(nn.Module):
         """
         config, groups, device = self.config, self.groups, inputs.token_ids.device
         kernels, eps = kernel_set(device, config.dtype), config.norm_eps
-        if groups.is_first_stage:
+        if self._is_first_stage:
             hidden = self.embedding[inputs.token_ids]
         else:
             shape = len(inputs.token_ids), config.hidden_size
@@ -160,14 +162,16 @@ class HybridLM(nn.Module):
                 normed = kernels.rms_norm(hidden, norm, eps)
             else:
                 hidden, normed = kernels.add_rms_norm(hidden, added, norm, eps)
-            added = sum_over_ranks(layer(normed, inputs, kernels), groups, kernels)
+            added = sum_over_ranks(layer(normed, inputs, kernels), self._ranks, kernels)
         assert added is not None, "a stage has at least one layer"
-        if groups.is_last_stage:
+        if self._is_last_stage:
             rows = inputs.logit_tokens
             _, normed = kernels.add_rms_norm(hidden[rows], added[rows], self.final_norm, eps)
-            logits = head_logits(normed, self.lm_head, config.vocab_size, groups, kernels)
+            logits = head_logits(normed, self.lm_head, config.vocab_size, self._ranks, kernels)
         else:
             groups.send_to_next_stage(hidden + added)
             shape = len(inputs.logit_tokens), config.vocab_size
             logits = torch.empty(shape, dtype=config.compute_dtype, device=device)
-        return logits if groups.pipeline_size == 1 else groups.share_from_last_stage(logits)
+        if self._is_first_stage and self._is_last_stage:
+            return logits
+        return groups.share_from_last_stage(logits)

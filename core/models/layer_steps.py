@@ -16,6 +16,9 @@ from ..inference.kernels.operands import DeltaNet, split_heads
 from ..parallel_groups import ParallelGroups
 from ..validation import ceil_div
 
+Ranks = ParallelGroups | None
+"""The ranks that share the heads of each layer; None for one rank."""
+
 
 def convolve(
     raw: Tensor, weight: Tensor, bias: Tensor | None, name: str, layer: int, inputs: StepInputs,
@@ -148,7 +151,7 @@ def attend(
 
 
 def gated_norm(
-    y: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, ranks: ParallelGroups,
+    y: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, ranks: Ranks,
     kernels: KernelSet, *, gates_first: bool = True,
 ) -> Tensor:  # fmt: skip
     """The norm of each of the model's `num_groups` groups of channels; y and gate [T, channels] of this rank.
@@ -156,8 +159,8 @@ def gated_norm(
     With `gates_first`, y is normalised after it was gated, else before. Where a group's channels lie on
     several ranks, these add up their squares.
     """
-    size = ranks.tensor_size
-    if num_groups >= size:
+    size = 1 if ranks is None else ranks.tensor_size
+    if ranks is None or num_groups >= size:
         if gates_first:
             return kernels.gated_rms_norm(y, gate, weight, num_groups // size, eps)
         y, gate, weight = (torch.unflatten(each, -1, (num_groups // size, -1)) for each in (y, gate, weight))
@@ -175,19 +178,17 @@ def gated_norm(
     return (normed if gates_first else normed * silu).to(y.dtype)
 
 
-def sum_over_ranks(partial: Tensor, ranks: ParallelGroups, kernels: KernelSet) -> Tensor:
+def sum_over_ranks(partial: Tensor, ranks: Ranks, kernels: KernelSet) -> Tensor:
     """The sum of the ranks' results, in the dtype of `partial`, which is overwritten."""
-    if ranks.tensor_size == 1:
+    if ranks is None:
         return partial
     return ranks.sum_partials(partial.to(kernels.compute_dtype(partial.dtype))).to(partial.dtype)
 
 
-def head_logits(
-    hidden: Tensor, weight: Tensor, vocab_size: int, ranks: ParallelGroups, kernels: KernelSet
-) -> Tensor:
+def head_logits(hidden: Tensor, weight: Tensor, vocab_size: int, ranks: Ranks, kernels: KernelSet) -> Tensor:
     """Logits [..., vocab_size] of a head, of which each rank has the rows of `vocabulary_part_of`."""
     logits = kernels.head_product(hidden, weight)
-    if ranks.tensor_size == 1:
+    if ranks is None:
         return logits
     most = ceil_div(vocab_size, ranks.tensor_size)
     columns = ranks.gather_columns(F.pad(logits, (0, most - logits.shape[-1])))

@@ -22,9 +22,9 @@ class MambaMixer(nn.Module):
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.groups = weights.groups
+        self.ranks = weights.groups if weights.groups.tensor_size > 1 else None
         self.num_norm_groups, self.norm_eps = config.mamba_num_groups, config.norm_eps
-        heads, head_groups = (config.part_of(f"mamba_num_{of}", self.groups) for of in ("heads", "groups"))
+        heads, head_groups = (config.part_of(f"mamba_num_{of}", weights.groups) for of in ("heads", "groups"))
         self.heads = heads.count, config.mamba_head_dim
         self.head_groups = head_groups.count, config.mamba_state_dim
         x, conv, projected = mamba2_channels(
@@ -51,7 +51,7 @@ class MambaMixer(nn.Module):
         made_of = self.conv_weight, self.conv_bias, self.A_log, self.dt_bias, self.D
         net = Mamba2(*made_of, self.heads, self.head_groups)
         y = run_mamba2(raw, dt, net, self.layer_index, inputs, kernels)
-        normed = gated_norm(y, gate, self.norm, self.norm_eps, self.num_norm_groups, self.groups, kernels)
+        normed = gated_norm(y, gate, self.norm, self.norm_eps, self.num_norm_groups, self.ranks, kernels)
         return F.linear(normed, self.out_proj)
 
 
