@@ -69,11 +69,6 @@ def weights_version(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def is_under_torchrun() -> bool:
-    """Whether this process is one of several ranks that torchrun has started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
-
-
 def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
     """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
     from ..replay.recorder import TraceRecorder

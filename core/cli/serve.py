@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..files import CONFIG, read_object
+from .. import fleet, serve
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
-from ..serve.settings import listen
+from ..serve.settings import ServerSettings, listen
 from ..version import VERSION, untested
+from .checks import check_model_and_engine
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
-
-if TYPE_CHECKING:
-    from ..serve import ServerSettings
 
 TEXT = """\
     mambaslots serve models/tiny-code
@@ -73,61 +71,60 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    _check_early(options)
+    settings = _checked_settings(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
-    from ..replay.recorder import TraceRecorder
-    from ..serve import ServerSettings, check_installed, serve
-    from .processes import is_under_torchrun, serve_split
-    from .setup import load_model, make_engine
-
-    check_installed()
+    serve.check_installed()
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))
-    settings = ServerSettings(**server_settings(options))
-    if is_under_torchrun():
-        if options.replicas is not None or options.tp is not None:
-            raise ValueError(
-                "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
-            )
+    if _is_under_torchrun():
+        from .processes import serve_split
+
         return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
         return _run_replicas(options, settings)
+    from ..replay.recorder import TraceRecorder
+    from .setup import load_model, make_engine
+
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
-        return serve(engine, loaded, settings)
+        return serve.serve(engine, loaded, settings)
 
 
-def _check_early(options: argparse.Namespace) -> None:
-    """Refuse a missing or damaged config, a port in use and options alone before seconds of imports."""
-    if options.ingresses is not None and options.replicas is options.tp is None:
+def _checked_settings(options: argparse.Namespace) -> ServerSettings:
+    """The server's settings; what is wrong with the options, or a port in use, is said without torch."""
+    settings = ServerSettings(**server_settings(options))
+    has_replicas = options.replicas is not None or options.tp is not None
+    if options.ingresses is not None and not has_replicas:
         raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
-    path, accepted = Path(options.model), "accepted: a folder with config.json, or a name on the hub"
-    if (options.model.startswith(("/", "./", "../", "~")) or path.exists()) and not path.is_dir():
-        raise ValueError(f"{options.model!r} is no folder; {accepted}")
-    if path.is_dir() and not (path / CONFIG).is_file():
-        raise ValueError(f"{options.model!r} has no config.json; {accepted}")
-    if path.is_dir():
-        read_object(path / CONFIG)
+    if has_replicas and options.record is not None:
+        raise ValueError(
+            "--record and --replicas are both given; accepted: one of them, because a trace is of one engine"
+        )
+    if has_replicas and _is_under_torchrun():
+        raise ValueError(
+            "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
+        )
+    check_model_and_engine(options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
         listen(options.host, options.port).close()
+    return settings
 
 
-def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> int:
-    from ..fleet import FleetSettings, check_installed
+def _is_under_torchrun() -> bool:
+    """Whether this process is one of several ranks that torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
 
-    check_installed()
+
+def _run_replicas(options: argparse.Namespace, settings: ServerSettings) -> int:
+    fleet.check_installed()
     from ..fleet.server import serve_replicas
     from ..loaded_model import load_text
     from .processes import ReplicaEngine
 
-    if options.record is not None:
-        raise ValueError(
-            "--record and --replicas are both given; accepted: one of them, because a trace is of one engine"
-        )
     fewest, most = options.replicas or (1, 1)
-    options.max_requests = options.max_requests or FleetSettings.max_requests
-    fleet = FleetSettings(
+    options.max_requests = options.max_requests or fleet.FleetSettings.max_requests
+    fleet_settings = fleet.FleetSettings(
         model_name=settings.model_name,
         trace=settings.trace,
         min_replicas=fewest,
@@ -141,7 +138,7 @@ def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> in
     text = partial(load_text, options.model)
     text()  # a faulty folder is refused here
     make = ReplicaEngine(_only_data(options), salt_key)
-    return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
+    return serve_replicas(make, text, salt_key, settings, fleet_settings, device=options.device)
 
 
 def _only_data(options: argparse.Namespace) -> argparse.Namespace:

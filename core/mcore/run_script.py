@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..config import PLAN_SYNTAX, parse_plan
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
+from ..named_policies import PLAN_SYNTAX, parse_plan
 from .built_contexts import SETTINGS, BuiltContext, built_contexts
 from .install import Installation, install, shown_versions
 from .overrides import MissingHostError, OtherSettingsError, UnknownHostError

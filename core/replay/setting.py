@@ -1,14 +1,15 @@
 """What a replay serves a trace with: a model's sizes, memory and limits; and its result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from ..state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
+from ..files import CONFIG, check_served
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from ..state_spec import HybridStateSpec
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """How cached states may be stored. Live states are as the model has them."""
@@ -112,34 +113,11 @@ class ReplayRow(Protocol):
         """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
-def _nemotron_h_8b(state_dtype: str | None) -> ModelShape:
-    states = mamba2_states(
-        layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
-        conv_dtype=torch.bfloat16, ssm_dtype=torch.float32, grid=128,
-    )  # fmt: skip
-    spec = _spec(states, 4, 8, 128)
-    return shape_of("nemotron-h-8b", spec, state_dtype, hidden_size=4096, num_mlp_layers=24)
-
-
-def _qwen3_5_35b(state_dtype: str | None) -> ModelShape:
-    states = gated_delta_net_states(
-        layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
-        conv_dtype=torch.bfloat16, state_dtype=torch.float32,
-    )  # fmt: skip
-    spec = _spec(states, 10, 2, 256)
-    return shape_of("qwen3.5-35b", spec, state_dtype, hidden_size=2048, num_mlp_layers=40)
-
-
-def _spec(states: tuple[StateTensor, ...], layers: int, heads: int, dim: int) -> HybridStateSpec:
-    """With attention layers, KV heads and their dimension."""
-    return HybridStateSpec(states, layers, heads, dim, torch.bfloat16, 1 << 17, torch.device("cpu"))
-
-
-MODELS: dict[str, Callable[[str | None], ModelShape]] = {
-    "nemotron-h-8b": _nemotron_h_8b,
-    "qwen3.5-35b": _qwen3_5_35b,
+MODELS = {
+    "nemotron-h-8b": {"hidden_size": 4096, "num_mlp_layers": 24},
+    "qwen3.5-35b": {"hidden_size": 2048, "num_mlp_layers": 40},
 }
-"""Models that need no config: Nemotron-H-8B, and Qwen3.5-35B-A3B."""
+"""Models that need no config, Nemotron-H-8B and Qwen3.5-35B-A3B; `known_specs` has their states."""
 
 
 def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
@@ -156,12 +134,17 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
     if model in MODELS:
-        return MODELS[model](state_dtype)
+        from .known_specs import SPECS
+
+        return shape_of(model, SPECS[model], state_dtype, **MODELS[model])
     path = Path(model)
     if not path.exists():
         raise ValueError(
             f"model is {model!r}; accepted: {', '.join(MODELS)}, or the path of a config.json that is there"
         )
+    check_served(path / CONFIG if path.is_dir() else path)
+    import torch
+
     from ..hf import architectures
 
     config = architectures.read_config(path)
@@ -182,7 +165,12 @@ def name_of(path: Path) -> str:
 
 
 def shape_of(
-    name: str, spec: HybridStateSpec, state_dtype: str | None = None, *, hidden_size: int, num_mlp_layers: int
+    name: str,
+    spec: "HybridStateSpec",
+    state_dtype: str | None = None,
+    *,
+    hidden_size: int,
+    num_mlp_layers: int,
 ) -> ModelShape:
     """The shape of a model with this spec; `state_dtype` as for `model_shape`."""
     widths = {"ssm": 2, "delta": 1}  # where the shape of a recurrent tensor has its state size

@@ -24,7 +24,7 @@ from fuzzing.target import (
     json_bytes,
 )
 from mambaslots.cli.main import make_parser
-from mambaslots.config import parse_plan, shown_plan
+from mambaslots.named_policies import parse_plan, shown_plan
 from mambaslots.replay.read_trace import read_trace
 from mambaslots.replay.recorder import TraceRecorder
 
@@ -398,7 +398,6 @@ def _engine_settings(options: argparse.Namespace) -> None:
 
 def _replay_cells(options: argparse.Namespace) -> None:
     from mambaslots.cli import replay
-    from mambaslots.replay import model_shape
 
-    assert replay.settings_of(options, model_shape(options.model, options.state_dtype))
+    assert replay.settings_of(options)
     assert replay.sources_of(options)

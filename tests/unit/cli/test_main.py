@@ -94,11 +94,41 @@ def test_what_the_user_can_mend_is_said_in_one_line(
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["serve"], ["chat", MODEL, "--no-such-option"], ["serve", "."]], ids=str
+MISTAKES = (
+    ["serve"],
+    ["serve", "."],
+    ["serve", "llama"],
+    ["serve", "some/model"],
+    ["serve", MODEL, "--plan", "x"],
+    ["serve", MODEL, "--eviction", "x"],
+    ["serve", MODEL, "--num-mamba-slots", "4"],
+    ["serve", MODEL, "--api-keys", "config.json"],
+    ["serve", MODEL, "--replicas", "2", "--record", "trace"],
+    ["chat", MODEL, "--no-such-option"],
+    ["chat", "llama"],
+    ["chat", MODEL, "--plan", "x"],
+    ["doctor", "--no-such-option"],
+    ["doctor", "--json", "/no/x"],
+    ["replay", "--trace", "x"],
+    ["replay", "--state-dtype", "x"],
+    ["replay", "--plan", "x"],
+    ["replay", "--policy", "x"],
+    ["replay", "--model", "x"],
+    ["replay", "--model", "llama"],
 )
-def test_help_and_mistakes_need_no_torch(words: list[str], tmp_path: Path) -> None:
+
+
+HELP = (["--help"], ["serve", "--help"], ["chat", "--help"], ["doctor", "--help"], ["replay", "--help"])
+
+
+@pytest.mark.parametrize("words", [*HELP, *MISTAKES], ids=str)
+def test_help_and_mistakes_need_no_torch(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     script = (
         f"import sys\nfrom mambaslots.cli.main import main\n"
         f"try: sys.exit(main({words}))\nfinally: assert 'torch' not in sys.modules"
@@ -106,7 +136,11 @@ def test_help_and_mistakes_need_no_torch(words: list[str], tmp_path: Path) -> No
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "AssertionError" not in done.stderr
-    assert done.returncode == (0 if words == ["--help"] else 2)
+    if "--help" in words:
+        assert done.returncode == 0
+    else:
+        assert done.returncode == (1 if "some/model" in words else 2)
+        assert re.fullmatch(r"mambaslots[^\n]*\n", done.stderr)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -199,10 +233,11 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded_by_the_rank_that_se
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = ["serve", MODEL, "--port", str(taken.getsockname()[1])]
         options = make_parser("serve").parse_args(words)
-        with pytest.raises(OSError, match=r"cannot listen at 127\.0\.0\.1:"):
-            serve._check_early(options)
+        said = rf"^cannot listen at 127\.0\.0\.1:{taken.getsockname()[1]}: Address already in use$"
+        with pytest.raises(OSError, match=said):
+            serve._checked_settings(options)
         monkeypatch.setenv("RANK", "1")
-        serve._check_early(options)
+        serve._checked_settings(options)
 
 
 def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
