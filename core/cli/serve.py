@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from .. import fleet, serve
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
@@ -47,10 +46,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
          "write a trace of the traffic for `mambaslots replay`: lengths and keyed hashes, no token"),
     ))  # fmt: skip
     group.add_argument(
-        "--allowed-origin", action="append", default=[], metavar="URL", help="of browsers (CORS); repeatable"
-    )
+        "--allowed-origin", dest="allowed_origins", action="append", default=[], metavar="URL",
+        help="of browsers (CORS); repeatable",
+    )  # fmt: skip
     group.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME",
+        "--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME",
         help="name in the header Host that is served besides --host and loopback; repeatable",
     )  # fmt: skip
     group.add_argument(
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _checked_settings(options: argparse.Namespace) -> ServerSettings:
     """The server's settings; what is wrong with the options, or a port in use, is said without torch."""
-    settings = ServerSettings(**server_settings(options))
+    settings = server_settings(options)
     has_replicas = options.replicas is not None or options.tp is not None
     if options.ingresses is not None and not has_replicas:
         raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
@@ -148,21 +148,19 @@ def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**wanted)
 
 
-def server_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `ServerSettings`."""
-    same = (
+def server_settings(options: argparse.Namespace) -> ServerSettings:
+    """The settings that the options and the environment name."""
+    same_names = (
         "host", "port", "max_waiting_requests", "body_timeout_s", "request_timeout_s", "drain_timeout_s",
-        "trace",
+        "trace", "allowed_origins", "allowed_hosts",
     )  # fmt: skip
-    return {
-        **{name: getattr(options, name) for name in same},
-        "model_name": options.model_name or Path(options.model).resolve().name,
-        "api_keys": read_keys(options.api_keys) if options.api_keys else {},
-        "admin_key": os.environ.get(ADMIN_KEY) or None,
-        "max_body_bytes": int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
-        "allowed_origins": tuple(options.allowed_origin),
-        "allowed_hosts": tuple(options.allowed_host),
-    }
+    return ServerSettings(
+        model_name=options.model_name or Path(options.model).resolve().name,
+        api_keys=read_keys(options.api_keys) if options.api_keys else {},
+        admin_key=os.environ.get(ADMIN_KEY) or None,
+        max_body_bytes=int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
+        **{name: getattr(options, name) for name in same_names},
+    )
 
 
 def read_keys(path: Path) -> Mapping[str, str]:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _SAME_NAMES = (
     "num_mamba_slots", "num_kv_blocks", "block_size_tokens", "max_requests", "max_tokens_per_step",
     "max_sequence_length", "num_speculative_tokens", "durable_state_dtype", "batch_invariant", "free_memory",
+    "enable_prefix_caching",
 )  # fmt: skip
 """Options that are called as the fields of `InferenceConfig`."""
 
@@ -74,7 +75,6 @@ def inference_config(
         return largest_fitting_config(
             spec,
             context,
-            enable_prefix_caching=not options.no_prefix_caching,
             host_cache_gb=options.host_gb,
             disk_cache=options.disk,
             **settings,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
+from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError
 from ..inference.engines.streams import AsyncStream
 from ..loaded_model import LoadedText
 from ..request import RequestResult
@@ -139,17 +139,6 @@ class Service:
 # ---- answers
 
 
-def _code_of(error: Exception) -> str:
-    """The code with which a client sees an engine's error; an engine that is closing raises RuntimeError."""
-    codes = {
-        QueueFullError: "queue_full",
-        EngineDeadError: "engine_dead",
-        NoReplicaError: "no_replica",
-        KVBlockCapacityError: "capacity",
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), "draining")
-
-
 def _finish_reason(result: RequestResult) -> str:
     """OpenAI's reason of an answer that was not cancelled."""
     if result.finish_reason in ("stop", "length"):
@@ -237,8 +226,8 @@ class GeneratedAnswer(Response):
             return stream
         except ValueError as error:
             raise bad_argument(error, type(self.job.request).model_fields) from None
-        except (QueueFullError, RuntimeError) as error:
-            raise refusal(_code_of(error)) from None
+        except RuntimeError as error:
+            raise refusal(error) from None
 
     async def _read(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
         request = self.job.request
@@ -255,7 +244,7 @@ class GeneratedAnswer(Response):
                 if piece.text or piece.tokens:
                     await emit(choice.index, piece)
         except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
-            raise refusal(_code_of(error)) from None
+            raise refusal(error) from None
         result = stream.result
         assert result is not None
         piece = text.finish()

@@ -383,10 +383,9 @@ def _settings_of(options: argparse.Namespace) -> None:
 
 def _serve_settings(options: argparse.Namespace) -> None:
     from mambaslots.cli.serve import server_settings
-    from mambaslots.serve import ServerSettings
 
     _engine_settings(options)
-    repr(ServerSettings(**server_settings(options)))
+    repr(server_settings(options))
 
 
 def _engine_settings(options: argparse.Namespace) -> None:

@@ -16,7 +16,6 @@ from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.replay.read_trace import read_trace
-from mambaslots.serve import ServerSettings
 
 DRAFTS = ("--num-speculative-tokens", "4")
 MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
@@ -217,14 +216,12 @@ def test_options_of_the_server_are_its_settings() -> None:
         "--host", "::1", "--port", "0", "--max-body-mb", "2", "--body-timeout-s", "3", "--allowed-host", "a",
         "--allowed-host", "b", "--allowed-origin", "https://c", "--trace", "--max-waiting-requests", "7",
     ]  # fmt: skip
-    settings = ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL, *words])))
+    settings = server_settings(make_parser().parse_args(["serve", MODEL, *words]))
     assert (settings.host, settings.port, settings.max_body_bytes) == ("::1", 0, 2 << 20)
     assert (settings.body_timeout_s, settings.allowed_hosts) == (3.0, ("a", "b"))
     assert (settings.allowed_origins, settings.trace) == (("https://c",), True)
     assert settings.max_waiting_requests == 7
-    assert (
-        ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL]))).max_body_bytes is None
-    )
+    assert server_settings(make_parser().parse_args(["serve", MODEL])).max_body_bytes is None
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded_by_the_rank_that_serves(
@@ -258,8 +255,8 @@ def test_keys_of_tenants_are_read(tmp_path: Path) -> None:
     keys = read_keys(tmp_path / "keys")
     assert keys == {"alice": "one:with:colons", "bob": "two"}
     options = make_parser().parse_args(["serve", MODEL, "--api-keys", str(tmp_path / "keys")])
-    assert server_settings(options)["api_keys"] == keys
-    assert server_settings(options)["model_name"] == "tiny-code"
+    assert server_settings(options).api_keys == keys
+    assert server_settings(options).model_name == "tiny-code"
 
 
 @pytest.mark.parametrize("text", ["", "alice", ":key", "alice:", "a:k\na:l", "a:k\nb:k"])
