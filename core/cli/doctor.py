@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     findings["packages"] += [f"NOT TESTED: {newer}" for newer in untested()]
     print(findings["platform"])
     _print_section("packages", findings["packages"])
-    from ..mcore.install import describe_outlook
+    from ..mcore.installation import describe_outlook
     from .self_test import checks, describe_devices, describe_kernels
     from .setup import chosen_device
 

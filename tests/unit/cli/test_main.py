@@ -11,7 +11,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.cli import serve
-from mambaslots.cli.main import main, make_parser
+from mambaslots.cli.main import COMMANDS, main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -114,10 +114,13 @@ MISTAKES = (
     ["replay", "--policy", "x"],
     ["replay", "--model", "x"],
     ["replay", "--model", "llama"],
+    ["run"],
+    ["run", "/no/script"],
+    ["run", "--plan", "x", "config.json"],
 )
 
 
-HELP = (["--help"], ["serve", "--help"], ["chat", "--help"], ["doctor", "--help"], ["replay", "--help"])
+HELP = (["--help"], *([command, "--help"] for command in COMMANDS))
 
 
 @pytest.mark.parametrize("words", [*HELP, *MISTAKES], ids=str)
