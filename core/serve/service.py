@@ -172,8 +172,13 @@ class GeneratedAnswer(Response):
 
     def __post_init__(self) -> None:
         super().__init__()
+        request = self.job.request
+        keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
+        self._texts = [
+            AnswerText(self.text, request.stop, choice.tokens[-1], keeps_tokens)
+            for choice in self.job.choices
+        ]
         self._num_cached = 0
-        self._num_tokens: dict[int, int] = {}  # of each answer, so far
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -195,50 +200,47 @@ class GeneratedAnswer(Response):
     @property
     def _usage(self) -> dict[str, Any]:
         """Complete after `_generate`. Of several answers to a prompt, the first counts its cached tokens."""
-        return usage(self.job.num_prompt_tokens, self._num_cached, sum(self._num_tokens.values()))
+        num_answer_tokens = sum(text.num_tokens for text in self._texts)
+        return usage(self.job.num_prompt_tokens, self._num_cached, num_answer_tokens)
 
     async def _generate(self, emit: Emit) -> None:
         """Give each piece of all answers to `emit`; RequestError where that fails."""
-        streams: list[AsyncStream] = []
+        streams: dict[int, AsyncStream] = {}
         try:
             async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
-                opening = [tasks.create_task(self._open(each, streams)) for each in self.job.choices]
+                for choice in self.job.choices:
+                    tasks.create_task(self._open(choice, streams))
             async with asyncio.TaskGroup() as tasks:
-                for choice, opened in zip(self.job.choices, opening, strict=True):
-                    tasks.create_task(self._read(choice, opened.result(), emit))
+                for choice in self.job.choices:
+                    tasks.create_task(self._read(choice, streams[choice.index], emit))
         except BaseExceptionGroup as group:
             raise _first(group) from None
         finally:
-            for stream in streams:
+            for stream in streams.values():
                 stream.cancel()
 
-    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
-        """Queue one prompt. Its stream is added to `streams`."""
+    async def _open(self, choice: Choice, streams: dict[int, AsyncStream]) -> None:
+        """Queue one prompt. Its stream is added to `streams`, by the choice's index."""
         try:
-            stream = await self.engine.stream(
+            streams[choice.index] = await self.engine.stream(
                 choice.tokens,
                 choice.sampling,
                 cache_salt=self.cache_salt,
                 checkpoint_plan=choice.plan,
                 tenant=self.tenant,
             )
-            streams.append(stream)
-            return stream
         except ValueError as error:
             raise bad_argument(error, type(self.job.request).model_fields) from None
         except RuntimeError as error:
             raise refusal(error) from None
 
     async def _read(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
-        request = self.job.request
-        keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
-        text = AnswerText(self.text, request.stop, choice.tokens[-1], keeps_tokens)
+        text = self._texts[choice.index]
         try:
             async for tokens in stream:
                 if text.stopped:
                     continue  # until the request has ended and its result is there
                 piece = text.push(tokens)
-                self._num_tokens[choice.index] = text.num_tokens
                 if text.stopped:
                     stream.finish()
                 if piece.text or piece.tokens:
@@ -249,9 +251,8 @@ class GeneratedAnswer(Response):
         assert result is not None
         piece = text.finish()
         piece.finish_reason = "stop" if text.stopped else _finish_reason(result)
-        if choice.index == choice.prompt * request.n:
+        if choice.index == choice.prompt * self.job.request.n:
             self._num_cached += result.num_resumed_tokens
-        self._num_tokens[choice.index] = text.num_tokens
         await emit(choice.index, piece)
 
 
