@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from .. import fleet, serve
+from ..fleet.settings import FleetSettings, check_installed
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..serve.settings import ServerSettings, listen
 from ..version import VERSION, untested
@@ -73,7 +73,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     settings = _checked_settings(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
-    serve.check_installed()
+    from ..serve import serve  # an ImportError names the extra
+
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))
     if _is_under_torchrun():
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
-        return serve.serve(engine, loaded, settings)
+        return serve(engine, loaded, settings)
 
 
 def _checked_settings(options: argparse.Namespace) -> ServerSettings:
@@ -117,14 +118,14 @@ def _is_under_torchrun() -> bool:
 
 
 def _run_replicas(options: argparse.Namespace, settings: ServerSettings) -> int:
-    fleet.check_installed()
+    check_installed()
     from ..fleet.server import serve_replicas
     from ..loaded_model import load_text
     from .processes import ReplicaEngine
 
     fewest, most = options.replicas or (1, 1)
-    options.max_requests = options.max_requests or fleet.FleetSettings.max_requests
-    fleet_settings = fleet.FleetSettings(
+    options.max_requests = options.max_requests or FleetSettings.max_requests
+    fleet = FleetSettings(
         model_name=settings.model_name,
         trace=settings.trace,
         min_replicas=fewest,
@@ -138,7 +139,7 @@ def _run_replicas(options: argparse.Namespace, settings: ServerSettings) -> int:
     text = partial(load_text, options.model)
     text()  # a faulty folder is refused here
     make = ReplicaEngine(_only_data(options), salt_key)
-    return serve_replicas(make, text, salt_key, settings, fleet_settings, device=options.device)
+    return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
 
 
 def _only_data(options: argparse.Namespace) -> argparse.Namespace:

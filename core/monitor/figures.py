@@ -12,6 +12,7 @@ from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..request import FinishReason, RequestResult
+from ..validation import ceil_div
 from .advice import differences, why_not_deeper
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -51,10 +52,9 @@ class Latency:
     def percentiles(self) -> dict[str, float | None]:
         """By nearest rank: "p50" for percent 50. None where there are no values."""
         ordered = sorted(self.recent)
-        if not ordered:
-            return {f"p{percent}": None for percent in self.percents}
         return {
-            f"p{percent}": ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in self.percents
+            f"p{percent}": ordered[ceil_div(len(ordered) * percent, 100) - 1] if ordered else None
+            for percent in self.percents
         }
 
 

@@ -11,8 +11,9 @@ http_answers                         an answer's text and tokens as OpenAI's JSO
 errors, metrics                      the errors that clients see; Prometheus' text
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy_names import importer
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -21,22 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerSettings", "make_app", "serve"]
 
-_NEEDED = "the server needs FastAPI, uvicorn and prometheus_client: pip install 'mambaslots[serve]'"
-
-
-def check_installed() -> None:
-    """Raise an ImportError that names the extra unless the server's packages can be imported."""
-    try:
-        from . import server  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(_NEEDED) from error
-
-
-def __getattr__(name: str) -> Any:
-    """`make_app` and `serve`, imported at their first use."""
-    if name not in ("make_app", "serve"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_installed()
-    from . import app, server
-
-    return app.make_app if name == "make_app" else server.serve
+if not TYPE_CHECKING:  # a type checker would accept any name
+    __getattr__ = importer(
+        globals(), "the server needs FastAPI, uvicorn and prometheus_client: pip install 'mambaslots[serve]'"
+    )
