@@ -4,10 +4,10 @@ A request goes through them in this order:
 
 server, connections, settings        the process; clients that half-close, processes out of descriptors
 app, middleware                      endpoints; around each: the header Host, keys, an id, a log line
-service                              admits requests, within the server's limits, and streams the answers
+service                              admits requests, within the server's limits
 preparation, requests                a body's bytes become a job; a body as a model, which checks each field
-served_engine                        an engine as the server sees it
-http_answers                         an answer's text and tokens as OpenAI's JSON, whole and in chunks
+generated_answer, served_engine      an answer that is generated and sent; an engine as the server sees it
+answer_text, answer_json             an answer's text and tokens; both as OpenAI's JSON, whole and in chunks
 errors, metrics                      the errors that clients see; Prometheus' text
 """
 

@@ -17,9 +17,9 @@ from starlette.staticfiles import StaticFiles
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
+from .answer_json import ChatForm, Form
 from .connections import FailedAccepts
 from .errors import JSONAnswer, RequestError, json_bytes
-from .http_answers import ChatForm, Form
 from .metrics import connection_metrics, text_of
 from .middleware import AccessMiddleware, Keys
 from .served_engine import LocalEngine, ServedEngine
