@@ -1,6 +1,8 @@
 """Eviction policies and checkpoint plans as text: those of a command line, and those of a user's file."""
 
+import re
 import runpy
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ PLAN_SYNTAX = (
     "prefill_interval=N, marks=N+N; every=N is decode=N,prefill_interval=N"
 )
 """The syntax of `parse_plan`, for a help text."""
-_PLAN_NUMBERS = {
-    "every": ("decode", "prefill_interval"),
-    "decode": ("decode",),
-    "prefill_interval": ("prefill_interval",),
+_PLAN_VALUES = {
+    "decode": r"rolling|off|\d+",
+    "prefill_interval": r"\d+",
+    "marks": r"\d+(\s*\+\s*\d+)*",
+    "every": r"\d+",
 }
 
 
@@ -29,18 +32,13 @@ def parse_plan(spec: str) -> CheckpointPlan:
     """
     settings: dict[str, object] = {}
     for part in filter(None, (word.strip() for word in spec.split(","))):
-        name, _, text = part.partition("=")
-        name = name.strip()
-        numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
-        value: object = numbers[0]
-        names = _PLAN_NUMBERS.get(name, ()) if len(numbers) == 1 and value is not None else ()
-        if name == "decode" and text in ("rolling", "off"):
-            names, value = (name,), text
-        elif name == "marks" and None not in numbers:
-            names, value = (name,), tuple(numbers)
-        if not names:
+        name, _, text = (word.strip() for word in part.partition("="))
+        if name not in _PLAN_VALUES or not re.fullmatch(_PLAN_VALUES[name], text):
             raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
-        for each in names:
+        value: object = int(text) if text.isdecimal() else text
+        if name == "marks":
+            value = tuple(map(int, text.split("+")))
+        for each in ("decode", "prefill_interval") if name == "every" else (name,):
             if each in settings:
                 raise ValueError(f"plan is {spec!r}; accepted: {each} once")
             settings[each] = value
@@ -53,8 +51,8 @@ def shown_plan(plan: CheckpointPlan) -> str:
     for each in fields(plan):
         value = getattr(plan, each.name)
         if each.name == "marks":
-            words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
-        elif value is not None:
+            value = "+".join(map(str, value)) or None
+        if value is not None:
             words.append(f"{each.name}={value}")
     return ",".join(words)
 
@@ -71,23 +69,24 @@ def cache_changes(policy: str | None, plan: str | None) -> dict[str, Any]:
     """
     changes: dict[str, Any] = {}
     if policy is not None:
-        own = _own("policy", policy)
-        if own is None and policy not in EVICTION_POLICIES:
-            names = ", ".join(map(repr, EVICTION_POLICIES))
-            raise refused("policy", policy, f"one of {names}, or FILE.py:Class")
-        changes["eviction_policy"] = checked_policy("policy", policy if own is None else own)
+        changes["eviction_policy"] = checked_policy("policy", _chosen("policy", policy, _named_policy))
     if plan is not None:
-        own = _own("plan", plan)
-        chosen = parse_plan(plan) if own is None else own
-        changes["checkpoint_plan"] = instance("plan", chosen, CheckpointPlan)
+        changes["checkpoint_plan"] = instance("plan", _chosen("plan", plan, parse_plan), CheckpointPlan)
     return changes
 
 
-def _own(what: str, text: str) -> object:
-    """An object of the class that "FILE.py:Class" names; None for text without ".py:"."""
+def _named_policy(name: str) -> str:
+    if name not in EVICTION_POLICIES:
+        names = ", ".join(map(repr, EVICTION_POLICIES))
+        raise refused("policy", name, f"one of {names}, or FILE.py:Class")
+    return name
+
+
+def _chosen(what: str, text: str, named: Callable[[str], object]) -> object:
+    """An object of the class that "FILE.py:Class" names; `named` of other texts."""
     file, found, name = text.rpartition(".py:")
     if not found:
-        return None
+        return named(text)
     path = Path(f"{file}.py")
     if not path.is_file():
         raise refused(what, text, "FILE.py:Class with a file that is there")

@@ -65,30 +65,31 @@ def spec_of(shape: ModelShape) -> HybridStateSpec:
 
 def config_of(trace: Trace, setting: ReplaySetting, changes: Mapping[str, Any]) -> InferenceConfig:
     """An engine's configuration in this setting: of a total, encoded states and KV have fixed parts."""
+    memory: dict[str, Any] = {}
     if setting.shape.encodes:
-        changes = {"durable_state_dtype": "bfloat16"} | dict(changes)  # which encoding makes no difference
-    if setting.total_gb is None or setting.shape.encodes:
-        return _config(trace, setting, pool_counts(setting), changes)
-    return _config(trace, setting, None, {"total_gb": setting.total_gb} | dict(changes))
+        memory["durable_state_dtype"] = "bfloat16"  # which encoding makes no difference
+    if setting.total_gb is not None and not setting.shape.encodes:
+        memory["total_gb"] = setting.total_gb
+    else:
+        memory["num_mamba_slots"], memory["num_kv_blocks"] = pool_counts(setting)
+    return _config(trace, setting, memory | dict(changes))
 
 
-def _config(
-    trace: Trace, setting: ReplaySetting, counts: tuple[int, int] | None, changes: Mapping[str, Any]
-) -> InferenceConfig:
-    sizes: dict[str, Any] = {
-        "block_size_tokens": setting.block_size_tokens,
-        "max_requests": setting.max_requests,
-        "max_tokens_per_step": setting.max_tokens_per_step,
-        "max_sequence_length": max(trace.longest, setting.block_size_tokens + 1),
-    }
-    if counts is not None:
-        sizes |= {"num_mamba_slots": counts[0], "num_kv_blocks": counts[1]}
+def _config(trace: Trace, setting: ReplaySetting, settings: dict[str, Any]) -> InferenceConfig:
+    """A configuration with the limits of the setting; `settings` are of its memory and policies."""
     if setting.host_gb:  # in the bytes of live states, by which an engine without memory counts; not for
         # more states than the trace has blocks
         shape = setting.shape
         most_gb = (trace.num_tokens // setting.block_size_tokens + 2) * shape.durable_state_bytes / GIGABYTE
-        sizes["host_cache_gb"] = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
-    return InferenceConfig(**(sizes | dict(changes)))
+        host_gb = min(setting.host_gb, most_gb) * shape.state_bytes / shape.durable_state_bytes
+        settings = {"host_cache_gb": host_gb} | settings
+    return InferenceConfig(
+        block_size_tokens=setting.block_size_tokens,
+        max_requests=setting.max_requests,
+        max_tokens_per_step=setting.max_tokens_per_step,
+        max_sequence_length=max(trace.longest, setting.block_size_tokens + 1),
+        **settings,
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ class UnlimitedRow:
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
-        config = _config(trace, setting, (num_prefixes + 1, num_prefixes + num_held), {})
+        config = _config(
+            trace, setting, {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}
+        )
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 

@@ -113,11 +113,8 @@ class ReplayRow(Protocol):
         """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
-MODELS = {
-    "nemotron-h-8b": {"hidden_size": 4096, "num_mlp_layers": 24},
-    "qwen3.5-35b": {"hidden_size": 2048, "num_mlp_layers": 40},
-}
-"""Models that need no config, Nemotron-H-8B and Qwen3.5-35B-A3B; `known_specs` has their states."""
+MODELS = ("nemotron-h-8b", "qwen3.5-35b")
+"""Nemotron-H-8B and Qwen3.5-35B-A3B, which need no config."""
 
 
 def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
@@ -134,9 +131,9 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
     if model in MODELS:
-        from .known_specs import SPECS
+        from .known_models import KNOWN_MODELS
 
-        return shape_of(model, SPECS[model], state_dtype, **MODELS[model])
+        return shape_of(model, *KNOWN_MODELS[model], state_dtype)
     path = Path(model)
     if not path.exists():
         raise ValueError(
@@ -152,10 +149,7 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     spec = architectures.state_spec(text, text.dtype or config.dtype or torch.bfloat16)
     named = [name in ("mlp", "moe") for name in text.layer_types]
     num_mlp_layers = sum(named) if any(named) or text.model_type == "mamba2" else len(named)
-    return shape_of(
-        name_of(path), spec, state_dtype,
-        hidden_size=text.hidden_size, num_mlp_layers=num_mlp_layers,
-    )  # fmt: skip
+    return shape_of(name_of(path), spec, text.hidden_size, num_mlp_layers, state_dtype)
 
 
 def name_of(path: Path) -> str:
@@ -165,12 +159,7 @@ def name_of(path: Path) -> str:
 
 
 def shape_of(
-    name: str,
-    spec: "HybridStateSpec",
-    state_dtype: str | None = None,
-    *,
-    hidden_size: int,
-    num_mlp_layers: int,
+    name: str, spec: "HybridStateSpec", hidden_size: int, num_mlp_layers: int, state_dtype: str | None = None
 ) -> ModelShape:
     """The shape of a model with this spec; `state_dtype` as for `model_shape`."""
     widths = {"ssm": 2, "delta": 1}  # where the shape of a recurrent tensor has its state size

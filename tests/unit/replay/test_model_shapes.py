@@ -51,8 +51,7 @@ def test_a_state_of_a_gated_delta_net_beside_kv() -> None:
 def physics(states: tuple[StateTensor, ...], kv_bytes: int) -> tuple[object, ...]:
     cpu = torch.device("cpu")
     spec = HybridStateSpec(states, 1, 1, kv_bytes // 4, torch.bfloat16, 100, cpu)
-    sizes = {"hidden_size": 1, "num_mlp_layers": 1}
-    return figures_of(shape_of("", spec, **sizes), shape_of("", spec, "bfloat16", **sizes))[:4]
+    return figures_of(shape_of("", spec, 1, 1), shape_of("", spec, 1, 1, "bfloat16"))[:4]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -112,5 +111,5 @@ def test_what_is_not_known_is_named(arguments: tuple[str, ...], said: str) -> No
 def test_a_cached_state_has_the_bytes_of_an_engines_slot(dtype: str) -> None:
     states = mamba2_states(4, 8, 64, 2, 128, 4, torch.bfloat16, torch.float32, grid=128)
     spec = HybridStateSpec(states, 1, 1, 64, torch.bfloat16, 100, torch.device("cpu"))
-    shape = shape_of("", spec, dtype, hidden_size=1, num_mlp_layers=1)
+    shape = shape_of("", spec, 1, 1, dtype)
     assert shape.durable_state_bytes == spec.durable_slot_bytes(dtype)

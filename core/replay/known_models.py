@@ -1,4 +1,4 @@
-"""The states of the models whose sizes need no config."""
+"""The models that need no config."""
 
 import torch
 
@@ -18,8 +18,8 @@ _QWEN3_5_35B = gated_delta_net_states(
     layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
     conv_dtype=torch.bfloat16, state_dtype=torch.float32,
 )  # fmt: skip
-SPECS = {
-    "nemotron-h-8b": _spec(_NEMOTRON_H_8B, 4, 8, 128),
-    "qwen3.5-35b": _spec(_QWEN3_5_35B, 10, 2, 256),
+KNOWN_MODELS = {
+    "nemotron-h-8b": (_spec(_NEMOTRON_H_8B, 4, 8, 128), 4096, 24),
+    "qwen3.5-35b": (_spec(_QWEN3_5_35B, 10, 2, 256), 2048, 40),
 }
-"""By the names in `setting.MODELS`."""
+"""Of each name in `setting.MODELS`: spec, hidden size and number of MLP layers."""
