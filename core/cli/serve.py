@@ -3,14 +3,10 @@
 import argparse
 import logging
 import os
-import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
-from ..fleet.settings import FleetSettings, check_installed
-from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..serve.settings import ServerSettings, listen
 from ..version import VERSION, untested
 from .checks import check_model_and_engine
@@ -73,19 +69,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     settings = _checked_settings(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
-    from ..serve import serve  # an ImportError names the extra
+    from ..replay.recorder import TraceRecorder
+    from ..serve import serve
+    from .processes import serve_replicated, serve_split
+    from .setup import load_model, make_engine
 
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))
     if _is_under_torchrun():
-        from .processes import serve_split
-
         return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
-        return _run_replicas(options, settings)
-    from ..replay.recorder import TraceRecorder
-    from .setup import load_model, make_engine
-
+        return serve_replicated(options, settings)
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
@@ -115,38 +109,6 @@ def _checked_settings(options: argparse.Namespace) -> ServerSettings:
 def _is_under_torchrun() -> bool:
     """Whether this process is one of several ranks that torchrun has started."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
-
-
-def _run_replicas(options: argparse.Namespace, settings: ServerSettings) -> int:
-    check_installed()
-    from ..fleet.server import serve_replicas
-    from ..loaded_model import load_text
-    from .processes import ReplicaEngine
-
-    fewest, most = options.replicas or (1, 1)
-    options.max_requests = options.max_requests or FleetSettings.max_requests
-    fleet = FleetSettings(
-        model_name=settings.model_name,
-        trace=settings.trace,
-        min_replicas=fewest,
-        max_replicas=most,
-        ranks=options.tp or 1,
-        ingresses=options.ingresses or 1,
-        max_requests=options.max_requests,
-        drain_timeout_s=options.drain_timeout_s,
-    )
-    salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
-    text = partial(load_text, options.model)
-    text()  # a faulty folder is refused here
-    make = ReplicaEngine(_only_data(options), salt_key)
-    return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
-
-
-def _only_data(options: argparse.Namespace) -> argparse.Namespace:
-    """The options without secrets, for another process."""
-    unwanted = {"run", "api_keys"}
-    wanted = {name: value for name, value in vars(options).items() if name not in unwanted}
-    return argparse.Namespace(**wanted)
 
 
 def server_settings(options: argparse.Namespace) -> ServerSettings:

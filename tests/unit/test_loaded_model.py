@@ -111,6 +111,14 @@ def test_a_folder_that_is_no_model(content: str | None, message: str, tmp_path: 
         ms.load(tmp_path)
 
 
+def test_a_file_with_the_form_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelFolderError, match="'some/file' is no folder; accepted: a folder, or 'org"):
+        ms.load("some/file")
+
+
 @pytest.mark.parametrize("name", [3, None, "", b"model", "~no_such_user/model", "a" * 5000, "a\0b"])
 def test_a_folder_or_name_that_is_none(name: Any) -> None:
     with pytest.raises(ValueError, match=r"folder_or_name is |is no folder"):
