@@ -4,7 +4,8 @@ A name is imported at its first use: `import mambaslots` and the cache alone nee
 
 llm, loaded_model            a model with its text, and an engine of a size for this machine
 engine_sizes, progress       the sizes that are not given; bars of what takes long
-config, request              settings of an engine; what a request asks for and returns
+config, named_policies       settings of an engine; eviction policies and plans as text
+request                      what a request asks for and returns
 cache_stats                  what became of prompt tokens, and how full the pools are
 state_spec, model_parts      what a model keeps of a sequence; which part of it a rank holds
 parallel_groups              the process groups of a split model

@@ -1,6 +1,6 @@
-"""Sizes and switches of an engine and its context, and plans as text."""
+"""Sizes and switches of an engine and its context."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
@@ -217,53 +217,3 @@ class InferenceConfig:
 
 _MAX_GB = 2.0**33  # 2**63 bytes
 _WITHOUT_SLOTS = "; to serve without state slots, set enable_prefix_caching=False"
-
-
-PLAN_SYNTAX = (
-    "fields of CheckpointPlan, separated by commas, over the defaults: decode=rolling|off|N, "
-    "prefill_interval=N, marks=N+N; every=N is decode=N,prefill_interval=N"
-)
-"""The syntax of `parse_plan`, for a help text."""
-_PLAN_NUMBERS = {
-    "every": ("decode", "prefill_interval"),
-    "decode": ("decode",),
-    "prefill_interval": ("prefill_interval",),
-}
-
-
-def parse_plan(spec: str) -> CheckpointPlan:
-    """The plan that `spec` names; `PLAN_SYNTAX` says how.
-
-    Raises:
-        ValueError: a part is unknown or named twice, or a value is not what the part accepts.
-    """
-    settings: dict[str, object] = {}
-    for part in filter(None, (word.strip() for word in spec.split(","))):
-        name, _, text = part.partition("=")
-        name = name.strip()
-        numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
-        value: object = numbers[0]
-        names = _PLAN_NUMBERS.get(name, ()) if len(numbers) == 1 and value is not None else ()
-        if name == "decode" and text in ("rolling", "off"):
-            names, value = (name,), text
-        elif name == "marks" and None not in numbers:
-            names, value = (name,), tuple(numbers)
-        if not names:
-            raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
-        for each in names:
-            if each in settings:
-                raise ValueError(f"plan is {spec!r}; accepted: {each} once")
-            settings[each] = value
-    return CheckpointPlan(**settings)  # type: ignore[arg-type]
-
-
-def shown_plan(plan: CheckpointPlan) -> str:
-    """The whole of `plan` as a spec that `parse_plan` reads."""
-    words = []
-    for each in fields(plan):
-        value = getattr(plan, each.name)
-        if each.name == "marks":
-            words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
-        elif value is not None:
-            words.append(f"{each.name}={value}")
-    return ",".join(words)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,13 @@ from typing import Any
 from .validation import shown
 
 CONFIG = "config.json"
+SERVED_MODEL_TYPES = (
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "mambaslots_hybrid_lm", "nemotron_h",
+    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
+"""Every `model_type` of a config.json that is served; known without torch and transformers."""
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 class ModelFolderError(ValueError):
@@ -57,12 +65,54 @@ def existing_folder(name: str, value: object) -> Path | None:
     raise ModelFolderError(f"{name} is {shown(value)}{reason}; accepted: a folder, or a name on the hub")
 
 
+def model_folder(name: str, value: object) -> Path:
+    """The folder of a model: `value`, the argument `name`, or where it is downloaded by its name on the hub.
+
+    Raises:
+        ModelFolderError: there is no such folder, and no such model on the hub.
+        OSError: the hub cannot be reached, or its files cannot be written.
+        ImportError: a name on the hub, without the extra `mambaslots[hf]`.
+    """
+    if folder := existing_folder(name, value):
+        return folder
+    if not isinstance(value, str) or not _HUB_NAME.fullmatch(value) or Path(value).exists():
+        accepted = "a folder, or 'organisation/model' of the hub"
+        raise ModelFolderError(f"{str(value)!r} is no folder; accepted: {accepted}")
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{value!r} is no folder here; the hub needs: pip install 'mambaslots[hf]'"
+        ) from error
+    try:
+        return Path(hub.snapshot_download(value, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        message = f"{value!r} is no folder here, and no model on the hub that can be read without an account"
+        raise ModelFolderError(f"{message}: {error}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConnectionError(
+            f"{value!r} is no folder here and not in the cache of huggingface_hub, and the hub cannot be "
+            "reached; accepted without a network: a folder"
+        ) from error
+
+
+def check_served(config: Path) -> None:
+    """Raise a ModelFolderError unless a config.json can be read and names one of `SERVED_MODEL_TYPES`."""
+    model_type = read_object(config).get("model_type")
+    if model_type not in SERVED_MODEL_TYPES:
+        accepted = ", ".join(SERVED_MODEL_TYPES)
+        raise ModelFolderError(f"{config}: model_type is {shown(model_type)}; accepted: {accepted}")
+
+
 def check_regular(path: Path) -> None:
     """Raise a ModelFolderError unless `path` is a file, or a link to one."""
     try:
         found = path.stat()
     except FileNotFoundError as error:
-        raise ModelFolderError(f"{path.parent} has no {path.name}") from error
+        raise ModelFolderError(
+            f"{path.parent} has no {path.name}; accepted: a folder with {path.name}"
+        ) from error
     except OSError as error:
         raise ModelFolderError(f"{path} cannot be read: {error}") from error
     if not stat.S_ISREG(found.st_mode):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .files import CONFIG, ModelFolderError, existing_folder, read_object
+from .files import CONFIG, ModelFolderError, model_folder, read_object
 from .inference.engines.model_protocol import Model
 from .models import HybridLM
 from .models.weights import MODEL_TYPE, read_config
@@ -81,7 +81,7 @@ def load(
         OSError: the hub cannot be reached, or its files cannot be written.
         ImportError: the folder is one of transformers, which is not installed.
     """
-    folder = _folder_of(folder_or_name)
+    folder = model_folder("folder_or_name", folder_or_name)
     loaded = load_text(folder)
     model: Model
     if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
@@ -95,7 +95,7 @@ def load(
 
 def load_text(folder_or_name: str | Path) -> LoadedText:
     """Load tokenizer, chat template and defaults, not the weights. Raises what `load` raises."""
-    folder = _folder_of(folder_or_name)
+    folder = model_folder("folder_or_name", folder_or_name)
     config = read_object(folder / CONFIG)
     generation = GenerationDefaults.read(folder, config)
     if config.get("model_type") == MODEL_TYPE:
@@ -107,21 +107,12 @@ def load_text(folder_or_name: str | Path) -> LoadedText:
 
 def stored_dtype(folder_or_name: str | Path) -> torch.dtype:
     """The dtype that a model's config names; reads no weights. Raises what `load` raises."""
-    folder = _folder_of(folder_or_name)
+    folder = model_folder("folder_or_name", folder_or_name)
     if read_object(folder / CONFIG).get("model_type") == MODEL_TYPE:
         return read_config(folder, None).dtype
     from .hf.load import stored_dtype as named_dtype
 
     return named_dtype(folder)
-
-
-def _folder_of(folder_or_name: str | Path) -> Path:
-    folder = existing_folder("folder_or_name", folder_or_name)
-    if folder is None:
-        from .hf.load import model_folder
-
-        folder = model_folder(folder_or_name)
-    return folder
 
 
 def _byte_text(folder: Path) -> TextCodec | None:

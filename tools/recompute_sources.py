@@ -6,7 +6,7 @@ python tools/recompute_sources.py FOLDER ...
 import argparse
 from pathlib import Path
 
-import mambaslots.mcore  # noqa: F401 - fills REGISTRY
+import mambaslots.mcore.installation  # noqa: F401 - fills REGISTRY
 from mambaslots.mcore.overrides import hashes_of_tree
 
 

@@ -19,7 +19,7 @@ from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.replay.cache_rows import config_of, spec_of
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
 from mambaslots.replay.report import TraceSource, budget_head, load_trace, plain_setting
-from mambaslots.replay.setting import ReplaySetting, StepCost, model_shape
+from mambaslots.replay.setting import ReplaySetting, StepCost
 from mambaslots.replay.trace import Trace
 from processes import add_jobs, replay_cells
 from routed_replay import EVENT_DELAY_MS, ONE_CACHE, ReplicaResult, RoutedReplay, RoutedResult, Routing
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.budget_gb and not options.total_gb:
         options.budget_gb = [2.0, 8.0]
-    settings = settings_of(options, model_shape(options.model, options.state_dtype))
+    settings = settings_of(options)
     cells = [
         RoutedCell(source, setting, Routing(number, router, options.seed, options.event_delay_ms))
         for source in sources_of(options)

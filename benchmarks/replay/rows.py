@@ -30,7 +30,7 @@ from mambaslots.replay.report import (
     table,
     unlimited_shares,
 )
-from mambaslots.replay.setting import ReplayRow, model_shape
+from mambaslots.replay.setting import ReplayRow
 from marconi_row import MarconiRow
 from processes import add_jobs, replay_cells
 from sglang_row import SGLangRow
@@ -92,7 +92,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--plot", type=new_file, metavar="PATH", help="draw the table into this file")
     options = parser.parse_args()
-    settings = settings_of(options, model_shape(options.model, options.state_dtype))
+    settings = settings_of(options)
     rows = [row for name, row in ROWS.items() if name in options.rows]
     cells = []
     for source in sources_of(options):

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .checks import check_model_and_engine
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_model_and_engine(options)
     from .setup import load_model, make_engine
 
     loaded = load_model(options)

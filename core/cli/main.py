@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": "Say what is installed and which kernels would run, and test them on a small model.",
     "run": "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed.",
 }
-"""Each but `run`, which is `mcore.run_script`, is a module here with TEXT, `add_options` and `run`."""
+"""Each but `run`, which is `mcore.command`, is a module here with TEXT, `add_options` and `run`."""
 
 
 def make_parser(command: str | None = None) -> Parser:
@@ -35,11 +35,11 @@ def make_parser(command: str | None = None) -> Parser:
     for name, headline in COMMANDS.items():
         own = listed.add_parser(name, help=headline, description=headline)
         if command not in (None, name):
-            continue  # its module may take seconds to import
+            continue  # its module takes time to import
         if name == "run":
-            from ..mcore import run_script
+            from ..mcore import command as runner
 
-            run_script.add_options(own)
+            runner.add_options(own)
             continue
         module = importlib.import_module(f".{name}", __package__)
         own.description = f"{headline}\n\n{module.TEXT}"
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is 2 where what was asked for is refused, 1 for other errors."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
-        from ..mcore import run_script
+        from ..mcore import command as runner
 
-        return run_script.main(words[1:], "mambaslots run")
+        return runner.main(words[1:], "mambaslots run")
     parser = make_parser(None if "--print-completion" in words else "".join(words[:1]))
     if not words:
         parser.error(f"the following arguments are required: COMMAND; accepted: {', '.join(COMMANDS)}")

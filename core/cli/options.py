@@ -14,10 +14,9 @@ Group = argparse._ActionsContainer
 class Parser(argparse.ArgumentParser):
     """A parser that says a mistake in one line, and keeps the lines of its description."""
 
-    def __init__(self, *args: object, **options: object) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        options.setdefault("allow_abbrev", False)
-        super().__init__(*args, **options)  # type: ignore[arg-type]
+    def __init__(self, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -175,7 +174,10 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         ("--disk", directory_and_gb, None, "DIR:GB",
          "files for states that host memory has no room for, `disk_cache`"),
     ))  # fmt: skip
-    group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    group.add_argument(
+        "--no-prefix-caching", dest="enable_prefix_caching", action="store_false",
+        help="compute every prompt from its start",
+    )  # fmt: skip
     group.add_argument(
         "--durable-state-dtype",
         choices=("bfloat16", "int8"),

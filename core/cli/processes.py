@@ -4,11 +4,13 @@ import argparse
 import hashlib
 import json
 import os
+import secrets
 import signal
 import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NoReturn
@@ -16,8 +18,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from ..fleet.settings import FleetSettings, check_installed
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..loaded_model import load_text
 from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
@@ -69,9 +73,35 @@ def weights_version(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def is_under_torchrun() -> bool:
-    """Whether this process is one of several ranks that torchrun has started."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
+def serve_replicated(options: argparse.Namespace, settings: ServerSettings) -> int:
+    """Serve with replicas on Ray until a signal; returns the exit code."""
+    check_installed()
+    from ..fleet.server import serve_replicas
+
+    fewest, most = options.replicas or (1, 1)
+    options.max_requests = options.max_requests or FleetSettings.max_requests
+    fleet = FleetSettings(
+        model_name=settings.model_name,
+        trace=settings.trace,
+        min_replicas=fewest,
+        max_replicas=most,
+        ranks=options.tp or 1,
+        ingresses=options.ingresses or 1,
+        max_requests=options.max_requests,
+        drain_timeout_s=options.drain_timeout_s,
+    )
+    salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
+    text = partial(load_text, options.model)
+    text()  # a faulty folder is refused here
+    make = ReplicaEngine(_only_data(options), salt_key)
+    return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
+
+
+def _only_data(options: argparse.Namespace) -> argparse.Namespace:
+    """The options without secrets, for another process."""
+    unwanted = {"run", "api_keys"}
+    wanted = {name: value for name, value in vars(options).items() if name not in unwanted}
+    return argparse.Namespace(**wanted)
 
 
 def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:

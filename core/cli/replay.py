@@ -4,25 +4,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..config import PLAN_SYNTAX
-from ..replay.cache_rows import UNLIMITED, PolicyRow
+from ..named_policies import PLAN_SYNTAX, cache_changes
 from ..replay.generate import KINDS
-from ..replay.report import (
-    Cell,
-    CellResult,
-    TraceSource,
-    answers,
-    plain,
-    plain_setting,
-    replay_cell,
-    table,
-    unlimited_shares,
-)
-from ..replay.setting import MODELS, STATE_DTYPES, ModelShape, ReplaySetting, model_shape
+from ..replay.setting import MODELS, STATE_DTYPES, ReplaySetting, model_shape
 from .options import add_group, add_json, comma_list, count, is_file, positive
+
+if TYPE_CHECKING:
+    from ..replay.report import TraceSource
 
 TEXT = """\
 The scheduler, the cache and its policies are those of the engine; the clock counts steps. The table says
@@ -63,15 +53,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    shape = model_shape(options.model, options.state_dtype)
-    settings, rows = settings_of(options, shape), [PolicyRow(name, options.plan) for name in options.policy]
-    for row in rows:
-        row.changes()  # raises a ValueError for a wrong option, before the traces are read
+    for policy in options.policy:
+        cache_changes(policy, options.plan)  # a wrong option is refused before torch is imported
+    settings = settings_of(options)
+    from ..replay.cache_rows import UNLIMITED, PolicyRow
+    from ..replay.report import Cell, answers, plain, plain_setting, replay_cell, table, unlimited_shares
+
+    rows = [PolicyRow(policy, options.plan) for policy in options.policy]
     cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace
     for source in sources_of(options):
         cells += [Cell(source, row, setting) for setting in settings for row in rows]
         cells.append(Cell(source, UNLIMITED, settings[0]))
-    results = _replayed(cells)
+    results = []
+    begun_s = time.monotonic()
+    for cell in cells:
+        results.append(replay_cell(cell))
+        done = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
+        print(f"replay: {done}", file=sys.stderr)
     unlimited = unlimited_shares(results)
     answered = list(dict.fromkeys(answers(results, unlimited, rows[0].name)))
     print(table(results))
@@ -90,19 +88,9 @@ def run(options: argparse.Namespace) -> int:
     return 0 if served else 1
 
 
-def _replayed(cells: Sequence[Cell]) -> list[CellResult]:
-    """The results of all cells, with a line on stderr for each."""
-    results: list[CellResult] = []
-    begun_s = time.monotonic()
-    for cell in cells:
-        results.append(replay_cell(cell))
-        done = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
-        print(f"replay: {done}", file=sys.stderr)
-    return results
-
-
-def settings_of(options: argparse.Namespace, shape: ModelShape) -> list[ReplaySetting]:
+def settings_of(options: argparse.Namespace) -> list[ReplaySetting]:
     """One for each budget, those for states first."""
+    shape = model_shape(options.model, options.state_dtype)
     budgets = options.budget_gb or ([] if options.total_gb else BUDGETS_GB)
     common: dict[str, Any] = {
         "max_requests": options.concurrency,
@@ -120,7 +108,9 @@ def settings_of(options: argparse.Namespace, shape: ModelShape) -> list[ReplaySe
     ]
 
 
-def sources_of(options: argparse.Namespace) -> list[TraceSource]:
+def sources_of(options: argparse.Namespace) -> "list[TraceSource]":
+    from ..replay.report import TraceSource
+
     return [
         TraceSource(origin, options.seed, options.requests, options.speed)
         for origin in dict.fromkeys(options.trace)

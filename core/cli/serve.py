@@ -3,21 +3,14 @@
 import argparse
 import logging
 import os
-import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ..files import CONFIG, read_object
-from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
-from ..serve.settings import listen
+from ..serve.settings import ServerSettings, listen
 from ..version import VERSION, untested
+from .checks import check_model_and_engine
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
-
-if TYPE_CHECKING:
-    from ..serve import ServerSettings
 
 TEXT = """\
     mambaslots serve models/tiny-code
@@ -49,10 +42,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
          "write a trace of the traffic for `mambaslots replay`: lengths and keyed hashes, no token"),
     ))  # fmt: skip
     group.add_argument(
-        "--allowed-origin", action="append", default=[], metavar="URL", help="of browsers (CORS); repeatable"
-    )
+        "--allowed-origin", dest="allowed_origins", action="append", default=[], metavar="URL",
+        help="of browsers (CORS); repeatable",
+    )  # fmt: skip
     group.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME",
+        "--allowed-host", dest="allowed_hosts", action="append", default=[], metavar="NAME",
         help="name in the header Host that is served besides --host and loopback; repeatable",
     )  # fmt: skip
     group.add_argument(
@@ -73,99 +67,63 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    _check_early(options)
+    settings = _checked_settings(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
     from ..replay.recorder import TraceRecorder
-    from ..serve import ServerSettings, check_installed, serve
-    from .processes import is_under_torchrun, serve_split
+    from ..serve import serve
+    from .processes import serve_replicated, serve_split
     from .setup import load_model, make_engine
 
-    check_installed()
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))
-    settings = ServerSettings(**server_settings(options))
-    if is_under_torchrun():
-        if options.replicas is not None or options.tp is not None:
-            raise ValueError(
-                "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
-            )
+    if _is_under_torchrun():
         return serve_split(options, settings)
     if options.replicas is not None or options.tp is not None:
-        return _run_replicas(options, settings)
+        return serve_replicated(options, settings)
     loaded = load_model(options)
     engine = make_engine(loaded, options)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
         return serve(engine, loaded, settings)
 
 
-def _check_early(options: argparse.Namespace) -> None:
-    """Refuse a missing or damaged config, a port in use and options alone before seconds of imports."""
-    if options.ingresses is not None and options.replicas is options.tp is None:
+def _checked_settings(options: argparse.Namespace) -> ServerSettings:
+    """The server's settings; what is wrong with the options, or a port in use, is said without torch."""
+    settings = server_settings(options)
+    has_replicas = options.replicas is not None or options.tp is not None
+    if options.ingresses is not None and not has_replicas:
         raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
-    path, accepted = Path(options.model), "accepted: a folder with config.json, or a name on the hub"
-    if (options.model.startswith(("/", "./", "../", "~")) or path.exists()) and not path.is_dir():
-        raise ValueError(f"{options.model!r} is no folder; {accepted}")
-    if path.is_dir() and not (path / CONFIG).is_file():
-        raise ValueError(f"{options.model!r} has no config.json; {accepted}")
-    if path.is_dir():
-        read_object(path / CONFIG)
-    if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
-        listen(options.host, options.port).close()
-
-
-def _run_replicas(options: argparse.Namespace, settings: "ServerSettings") -> int:
-    from ..fleet import FleetSettings, check_installed
-
-    check_installed()
-    from ..fleet.server import serve_replicas
-    from ..loaded_model import load_text
-    from .processes import ReplicaEngine
-
-    if options.record is not None:
+    if has_replicas and options.record is not None:
         raise ValueError(
             "--record and --replicas are both given; accepted: one of them, because a trace is of one engine"
         )
-    fewest, most = options.replicas or (1, 1)
-    options.max_requests = options.max_requests or FleetSettings.max_requests
-    fleet = FleetSettings(
-        model_name=settings.model_name,
-        trace=settings.trace,
-        min_replicas=fewest,
-        max_replicas=most,
-        ranks=options.tp or 1,
-        ingresses=options.ingresses or 1,
-        max_requests=options.max_requests,
-        drain_timeout_s=options.drain_timeout_s,
-    )
-    salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
-    text = partial(load_text, options.model)
-    text()  # a faulty folder is refused here
-    make = ReplicaEngine(_only_data(options), salt_key)
-    return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
+    if has_replicas and _is_under_torchrun():
+        raise ValueError(
+            "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
+        )
+    check_model_and_engine(options)
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
+        listen(options.host, options.port).close()
+    return settings
 
 
-def _only_data(options: argparse.Namespace) -> argparse.Namespace:
-    """The options without secrets, for another process."""
-    unwanted = {"run", "api_keys"}
-    wanted = {name: value for name, value in vars(options).items() if name not in unwanted}
-    return argparse.Namespace(**wanted)
+def _is_under_torchrun() -> bool:
+    """Whether this process is one of several ranks that torchrun has started."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
 
 
-def server_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `ServerSettings`."""
-    same = (
+def server_settings(options: argparse.Namespace) -> ServerSettings:
+    """The settings that the options and the environment name."""
+    same_names = (
         "host", "port", "max_waiting_requests", "body_timeout_s", "request_timeout_s", "drain_timeout_s",
-        "trace",
+        "trace", "allowed_origins", "allowed_hosts",
     )  # fmt: skip
-    return {
-        **{name: getattr(options, name) for name in same},
-        "model_name": options.model_name or Path(options.model).resolve().name,
-        "api_keys": read_keys(options.api_keys) if options.api_keys else {},
-        "admin_key": os.environ.get(ADMIN_KEY) or None,
-        "max_body_bytes": int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
-        "allowed_origins": tuple(options.allowed_origin),
-        "allowed_hosts": tuple(options.allowed_host),
-    }
+    return ServerSettings(
+        model_name=options.model_name or Path(options.model).resolve().name,
+        api_keys=read_keys(options.api_keys) if options.api_keys else {},
+        admin_key=os.environ.get(ADMIN_KEY) or None,
+        max_body_bytes=int(options.max_body_mb * (1 << 20)) if options.max_body_mb else None,
+        **{name: getattr(options, name) for name in same_names},
+    )
 
 
 def read_keys(path: Path) -> Mapping[str, str]:

@@ -11,23 +11,17 @@ from ..engine_sizes import context_length, largest_fitting_config, served_dtype
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
 from ..loaded_model import LoadedModel, load
+from ..named_policies import cache_changes
 from ..parallel_groups import ParallelGroups
-from ..replay.cache_rows import PolicyRow
 from ..state_spec import HybridStateSpec
+from .checks import naming_options
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS_BY_FIELD = {
-    "total_gb": "--memory-gb",
-    "max_requests": "--max-requests",
-    "max_sequence_length": "--max-sequence-length",
-    "policy is": "--eviction is",
-    "plan is": "--plan is",
-    "plan has": "--plan has",
-}
 _SAME_NAMES = (
     "num_mamba_slots", "num_kv_blocks", "block_size_tokens", "max_requests", "max_tokens_per_step",
     "max_sequence_length", "num_speculative_tokens", "durable_state_dtype", "batch_invariant", "free_memory",
+    "enable_prefix_caching",
 )  # fmt: skip
 """Options that are called as the fields of `InferenceConfig`."""
 
@@ -77,24 +71,12 @@ def inference_config(
     settings = {name: getattr(options, name) for name in _SAME_NAMES}
     if options.num_mamba_slots is options.num_kv_blocks is None:
         settings["total_gb"] = options.memory_gb
-    elif options.num_kv_blocks is None:
-        raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
-    try:
+    with naming_options():
         return largest_fitting_config(
             spec,
             context,
-            enable_prefix_caching=not options.no_prefix_caching,
             host_cache_gb=options.host_gb,
             disk_cache=options.disk,
             **settings,
-            **PolicyRow(options.eviction, options.plan).changes(),
+            **cache_changes(options.eviction, options.plan),
         )
-    except ValueError as error:
-        raise ValueError(_in_options(str(error))) from error
-
-
-def _in_options(message: str) -> str:
-    """A message of the pools that names the options of a command line."""
-    for field, option in _OPTIONS_BY_FIELD.items():
-        message = message.replace(field, option)
-    return message

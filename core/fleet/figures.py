@@ -1,6 +1,5 @@
 """The figures of several replicas as those of one engine: metrics, and the snapshot of the page."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..monitor.monitor import NUM_REQUESTS
-from ..serve.metrics import families, monitor_metrics, text_of
+from ..serve.metrics import families
 from ..serve.served_engine import LocalEngine
 
 Numbers = Mapping[str, int]
@@ -28,9 +27,7 @@ class ReplicaReport:
 async def replica_report(
     engine: LocalEngine, replica: str, ingresses: Mapping[str, Numbers]
 ) -> ReplicaReport:
-    """Made in another thread, so that the event loop does not wait."""
-    metrics = await asyncio.to_thread(lambda: tuple(monitor_metrics(engine.monitor)))
-    return ReplicaReport(replica, metrics, await engine.snapshot(), ingresses)
+    return ReplicaReport(replica, tuple(await engine.metrics()), await engine.snapshot(), ingresses)
 
 
 _GAUGES = {
@@ -55,8 +52,8 @@ def numbers_of_all(ingress: str, numbers: Numbers, reports: Sequence[ReplicaRepo
     return sum((by_ingress | {ingress: Counter(numbers)}).values(), Counter())
 
 
-def fleet_metrics_text(numbers: Numbers, reports: Sequence[ReplicaReport] = ()) -> tuple[bytes, str]:
-    """A reply to Prometheus and its content type; `numbers` are the fleet's own, others are 0."""
+def fleet_metrics(numbers: Numbers, reports: Sequence[ReplicaReport] = ()) -> list[Metric]:
+    """The replicas' metrics, each with the label `replica`; `numbers` are the fleet's own, others are 0."""
     kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
     metrics = [
         metric
@@ -73,7 +70,7 @@ def fleet_metrics_text(numbers: Numbers, reports: Sequence[ReplicaReport] = ()) 
                 sample._replace(labels={**sample.labels, "replica": report.replica})
                 for sample in family.samples
             )
-    return text_of([*metrics, *of_replicas.values()])
+    return [*metrics, *of_replicas.values()]
 
 
 Snapshot = Mapping[str, Any]

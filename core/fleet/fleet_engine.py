@@ -11,13 +11,15 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
-from .figures import ReplicaReport, fleet_metrics_text, merged_snapshot, numbers_of_all
+from .figures import ReplicaReport, fleet_metrics, merged_snapshot, numbers_of_all
 from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 
 logger = logging.getLogger(__name__)
@@ -228,12 +230,12 @@ class FleetEngine:
 
     # ---- what an operator reads
 
-    async def metrics_text(self) -> tuple[bytes, str]:
+    async def metrics(self) -> list[Metric]:
         """The replicas' metrics, each with the label `replica`, and those of all ingresses together."""
         reports = await self._reports()
         numbers = numbers_of_all(self.name, self.numbers, reports)
         numbers["replicas"] = self._num_replicas()
-        return await asyncio.to_thread(fleet_metrics_text, numbers, reports)
+        return await asyncio.to_thread(fleet_metrics, numbers, reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas; None where none reports."""

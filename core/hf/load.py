@@ -1,13 +1,12 @@
 """A served model from transformers' files, in a folder or on the hub."""
 
-import re
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
 from .. import validation
-from ..files import CONFIG, ModelFolderError, existing_folder, read_object, section
+from ..files import CONFIG, ModelFolderError, model_folder, read_object, section
 from ..parallel_groups import ParallelGroups, checked_groups
 from . import architectures
 from .architectures import restore_buffers, skeleton
@@ -16,37 +15,7 @@ from .split import ModelSplit
 from .weight_files import weight_block_size
 from .weights import load_weights
 
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_SUBFOLDERS = ["*/*"]
 _MAX_LAYERS = 10_000
-_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-
-
-def model_folder(path_or_name: str | Path) -> Path:
-    """The folder of a model, downloaded by its name on the hub; ModelFolderError, or OSError without it."""
-    if folder := existing_folder("path_or_name", path_or_name):
-        return folder
-    name = str(path_or_name)
-    if not isinstance(path_or_name, str) or not _HUB_NAME.fullmatch(name):
-        accepted = "a folder, or 'organisation/model' of the hub"
-        raise ModelFolderError(f"{name!r} is no folder; accepted: {accepted}")
-    return _downloaded(name)
-
-
-def _downloaded(name: str) -> Path:
-    import huggingface_hub as hub
-    from huggingface_hub import errors
-
-    try:
-        return Path(hub.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_SUBFOLDERS))
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        message = f"{name!r} is no folder here, and no model on the hub that can be read without an account"
-        raise ModelFolderError(f"{message}: {error}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ConnectionError(
-            f"{name!r} is no folder here and not in the cache of huggingface_hub, and the hub cannot be "
-            "reached; accepted without a network: a folder"
-        ) from error
 
 
 def load(
@@ -77,7 +46,7 @@ def load(
     groups = checked_groups(groups)
     if dtype is not None:
         validation.float_dtype("dtype", dtype)
-    folder = model_folder(path_or_name)
+    folder = model_folder("path_or_name", path_or_name)
     blocks = weight_block_size(folder, read_object(folder / CONFIG))
     config = _config(folder)
     try:

@@ -1,8 +1,10 @@
 """The drop-in for megatron-core: `mambaslots.mcore.install()` before the inference context is built.
 
-Importing this package imports no megatron-core; `install` does.
+Importing this package imports neither megatron-core nor torch; its names do at their first use.
 
-install, run_script, versions        what a user calls; the runner; which sources of the host are known
+installation                         what a user calls: `install` and its reversal
+command, run_script                  the command line of the runner, parsed without torch; the runner
+versions                             which sources of the host are known
 overrides, host_record               how one method is replaced; what is remembered of one host context
 built_contexts                       the contexts of this process, and their figures
 slot_allocator                       our allocator as the host's context holds it
@@ -12,9 +14,17 @@ admission, mixer, gated_delta_net, cached_answers, lifecycle, stages
 self_test, recurrence                what is asked of a host whose sources are not known; import megatron-core
 """
 
-from .built_contexts import stats
-from .host_record import HostStats
-from .install import install, installed, uninstall
-from .overrides import UnknownHostError
+from typing import TYPE_CHECKING
+
+from ..lazy_names import importer
+
+if TYPE_CHECKING:
+    from .built_contexts import stats
+    from .host_record import HostStats
+    from .installation import install, installed, uninstall
+    from .overrides import UnknownHostError
 
 __all__ = ["HostStats", "UnknownHostError", "install", "installed", "stats", "uninstall"]
+
+if not TYPE_CHECKING:  # a type checker would accept any name
+    __getattr__ = importer(globals())

@@ -10,19 +10,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ..config import PLAN_SYNTAX, parse_plan
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from .built_contexts import SETTINGS, BuiltContext, built_contexts
-from .install import Installation, install, shown_versions
+from .installation import Installation, install
 from .overrides import MissingHostError, OtherSettingsError, UnknownHostError
 
-COMMAND = "python -m mambaslots.mcore"
 WITHOUT_CUDA = {
     "TRITON_INTERPRET": "1",  # Triton has no compiler for a CPU
     "MAMBA_DETERMINISTIC": "1",  # megatron-core tries one configuration of a kernel, and times none
@@ -30,61 +25,8 @@ WITHOUT_CUDA = {
 """The environment that megatron-core's kernels need without a CUDA device, when they are imported."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mambaslots.mcore: {message}; usage: {self.prog} [OPTIONS] SCRIPT [ARGUMENTS...]\n")
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command, the script and the script's arguments."""
-
-    def plan(spec: str) -> CheckpointPlan:
-        try:
-            return parse_plan(spec)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    def script(name: str) -> Path:
-        if not os.path.isfile(name):  # False for a name that is too long, too
-            raise argparse.ArgumentTypeError(f"{name} is no file")
-        return Path(name)
-
-    def new_file(name: str) -> Path:
-        path = Path(name).absolute()  # the script may change the directory
-        if not os.path.isdir(path.parent) or os.path.isdir(path):
-            raise argparse.ArgumentTypeError(f"{name}; accepted: a path in an existing directory")
-        return path
-
-    parser.add_argument(
-        "--plan", type=plan, metavar="SPEC", help=f"which states are taken: {PLAN_SYNTAX}".replace("%", "%%")
-    )
-    parser.add_argument(
-        "--eviction", choices=EVICTION_POLICIES, help="of states; default: what the script sets"
-    )
-    parser.add_argument(
-        "--no-answers", dest="cache_answers", action="store_false", help="do not cache generated tokens"
-    )
-    parser.add_argument(
-        "--json",
-        type=new_file,
-        metavar="PATH",
-        help="write the statistics there; rank N of torchrun writes PATH-rankN",
-    )
-    parser.add_argument("--version", action="version", version=shown_versions(), help="print the versions")
-    parser.add_argument("script", type=script, metavar="SCRIPT", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's own")
-
-
-def main(arguments: Sequence[str], command: str = COMMAND) -> int:
+def run(options: argparse.Namespace) -> int:
     """Install, run the script and report; 1: cannot be installed, 2: the script has other settings."""
-    parser = _Parser(
-        prog=command,
-        usage=f"{command} [OPTIONS] SCRIPT [ARGUMENTS...]",
-        description="Run a script of megatron-core with mambaslots as its cache of Mamba states.",
-        allow_abbrev=False,
-    )
-    add_options(parser)
-    options = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
     with _log_to_stderr(logging.ERROR if rank else logging.INFO):
         _interpret_without_cuda(speaks=not rank)

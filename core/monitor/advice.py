@@ -67,13 +67,12 @@ class MissWatch:
 
     def __init__(self, engine: DynamicInferenceEngine, stats: EngineStats) -> None:
         spec, config = engine.context.spec, engine.config
-        self.warnings: list[str] = []
+        self.warnings: dict[str, str] = {}  # by what they are about
         self._config = config
         self._slot_gb = spec.slot_bytes / GIGABYTE
         self._kv_block_gb = spec.kv_block_bytes(config.block_size_tokens) / GIGABYTE
         self._grid = spec.grid
         self._start = stats
-        self._given: set[str] = set()
         if not config.enable_prefix_caching:
             self._warn(
                 "off",
@@ -119,9 +118,8 @@ class MissWatch:
                 )
 
     def _warn(self, key: str, sentence: str) -> None:
-        if key not in self._given:
-            self._given.add(key)
-            self.warnings.append(sentence)
+        if key not in self.warnings:
+            self.warnings[key] = sentence
             logger.warning("%s", sentence)
 
 

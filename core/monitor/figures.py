@@ -12,6 +12,7 @@ from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..request import FinishReason, RequestResult
+from ..validation import ceil_div
 from .advice import differences, why_not_deeper
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -33,14 +34,13 @@ class Latency:
     """The distribution of one duration in seconds, and the percentiles of its last values."""
 
     bounds: Sequence[float]  # of the classes, upper ones; a last class has none
-    counts: list[int]
+    counts: list[int] = field(default_factory=list)
     sum: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     percents: Sequence[int] = (50, 90, 99)  # of the percentiles
 
-    @classmethod
-    def empty(cls, bounds_s: Sequence[float]) -> "Latency":
-        return cls(bounds_s, [0] * (len(bounds_s) + 1))
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count a value, `times` times."""
@@ -52,10 +52,9 @@ class Latency:
     def percentiles(self) -> dict[str, float | None]:
         """By nearest rank: "p50" for percent 50. None where there are no values."""
         ordered = sorted(self.recent)
-        if not ordered:
-            return {f"p{percent}": None for percent in self.percents}
         return {
-            f"p{percent}": ordered[max(0, -(-len(ordered) * percent // 100) - 1)] for percent in self.percents
+            f"p{percent}": ordered[ceil_div(len(ordered) * percent, 100) - 1] if ordered else None
+            for percent in self.percents
         }
 
 
@@ -82,10 +81,10 @@ class MonitorFigures:
     num_generated: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0  # the share of computed prompt tokens in the steps' time
-    first_token: Latency = field(default_factory=partial(Latency.empty, FIRST_TOKEN_BOUNDS_S))
-    inter_token: Latency = field(default_factory=partial(Latency.empty, INTER_TOKEN_BOUNDS_S))
-    step: Latency = field(default_factory=partial(Latency.empty, STEP_BOUNDS_S))
-    queue: Latency = field(default_factory=partial(Latency.empty, FIRST_TOKEN_BOUNDS_S))
+    first_token: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
+    inter_token: Latency = field(default_factory=partial(Latency, INTER_TOKEN_BOUNDS_S))
+    step: Latency = field(default_factory=partial(Latency, STEP_BOUNDS_S))
+    queue: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
 
     @property
     def slots_by_use(self) -> dict[str, int]:
@@ -234,13 +233,11 @@ _SHOWN = (
 
 @dataclass
 class RequestRecord:
-    """One request: numbers only, no tokens and no text; `request` is dropped when it has ended."""
+    """One request that has not ended, and what is noted of it: numbers only, no tokens and no text."""
 
-    request: DynamicInferenceRequest | None
-    id: int
+    request: DynamicInferenceRequest
     tenant: str
     arrived_s: float
-    prompt_tokens: int
     grid: int
     spans: list[list[Any]] = field(default_factory=list)  # [start, stop, reason] of computed tokens
     resume_point: int = 0  # the length of the prefix that it last resumed
@@ -269,8 +266,6 @@ class RequestRecord:
 
     def note_ledger(self, tenant: TenantFigures) -> None:
         """Read the request's counts, and add to its tenant's by how much they have grown."""
-        if self.request is None:
-            return
         ledger = self.request.ledger
         tenant.num_resumed_tokens += ledger.resumed - self.resumed_tokens
         tenant.num_prompt_tokens += ledger.num_prompt_tokens - self.prompt_tokens_done
@@ -281,7 +276,14 @@ class RequestRecord:
         self.finish_reason = result.finish_reason
         self.generated_tokens = len(result.tokens)
         self.ttft_s = result.ttft_s
-        self.request = None
+
+    @property
+    def id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_tokens)
 
     @property
     def inter_token_s(self) -> float | None:

@@ -70,17 +70,13 @@ class Monitor:
         self._lock = threading.Lock()
         self._begun_s = now = clock()
         self._unix_offset_s = time.time() - now
-        config, context = engine.config, engine.context
         stats = engine.stats()
-        self._grid = context.spec.grid
-        self._state_bytes = context.spec.slot_bytes
-        self._kv_block_bytes = context.spec.kv_block_bytes(config.block_size_tokens)
         self._misses = MissWatch(engine, stats)
         self._series = Series(now, stats)
         self._tenants = Tenants()
         self._running: dict[int, RequestRecord] = {}
         self._ended: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
-        self._counts = MonitorFigures(stats, config.max_requests)
+        self._counts = MonitorFigures(stats, engine.config.max_requests)
         self._description = engine.describe().splitlines()
         self._judged_s = now
         self._next_look_s = now
@@ -168,10 +164,9 @@ class Monitor:
         if record is None and request.request_id >= 0 and request.result is None:
             tenant = self._tenants.of(request.chain.root)
             arrived_s = request.arrival_s + self._unix_offset_s
-            record = RequestRecord(
-                request, request.request_id, tenant, arrived_s, len(request.prompt_tokens), self._grid
+            record = self._running[request.request_id] = RequestRecord(
+                request, tenant, arrived_s, self.engine.context.spec.grid
             )
-            self._running[request.request_id] = record
             self._tenants.figures_of(tenant).num_requests += 1
             self._counts.num_added += 1
         return record
@@ -180,7 +175,7 @@ class Monitor:
         self._counts.num_generated += number
         if not record.generated_tokens:
             record.first_token_s = now
-            record.ttft_s = record.request.ttft_s if record.request is not None else None
+            record.ttft_s = record.request.ttft_s
             if record.ttft_s is not None:
                 self._counts.first_token.add(record.ttft_s)
         else:
@@ -224,19 +219,20 @@ class Monitor:
             figures = self._figures()
             self._series.note(now, figures.stats, figures.num_generated)
             slots, blocks = figures.slots_by_use, figures.kv_blocks_by_use
+            spec, block_size = self.engine.context.spec, self.engine.config.block_size_tokens
             snapshot = {
                 "time_s": now + self._unix_offset_s,
                 "uptime_s": now - self._begun_s,
                 "model": self.model_name,
                 "version": VERSION,
-                "warnings": list(self._misses.warnings),
+                "warnings": list(self._misses.warnings.values()),
                 "engine": {"description": list(self._description)},
                 "pools": {
-                    "states": {"total": sum(slots.values()) - slots["live"], "bytes_each": self._state_bytes},
+                    "states": {"total": sum(slots.values()) - slots["live"], "bytes_each": spec.slot_bytes},
                     "kv": {
                         "total": sum(blocks.values()),
-                        "bytes_each": self._kv_block_bytes,
-                        "block_size_tokens": self.engine.config.block_size_tokens,
+                        "bytes_each": spec.kv_block_bytes(block_size),
+                        "block_size_tokens": block_size,
                     },
                 },
                 "tokens": {"saved_s": figures.saved_s},

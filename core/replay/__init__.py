@@ -2,13 +2,22 @@
 
 trace, read_trace, trace_line        requests in their order, from files
 recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
-setting, engine_replay, cache_rows   sizes and memory; one replay; the policies that are compared
+setting, known_models                sizes and memory; the models that need no config
+engine_replay, cache_rows            one replay; the policies that are compared
 report                               the table, and how much memory to give
 """
 
-from .cache_rows import replay
+from typing import TYPE_CHECKING
+
+from ..lazy_names import importer
 from .generate import generate
 from .read_trace import read_trace
 from .setting import model_shape
 
+if TYPE_CHECKING:
+    from .cache_rows import replay
+
 __all__ = ["generate", "model_shape", "read_trace", "replay"]
+
+if not TYPE_CHECKING:  # a type checker would accept any name
+    __getattr__ = importer(globals())

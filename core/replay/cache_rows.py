@@ -1,19 +1,15 @@
 """The rows of this package's own cache, with its policies or with one's own."""
 
-import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..config import InferenceConfig, parse_plan
-from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.cache.eviction import EVICTION_POLICIES, checked_policy
+from ..config import InferenceConfig
 from ..inference.contexts.pool_sizes import GIGABYTE
+from ..named_policies import cache_changes
 from ..state_spec import HybridStateSpec, StateTensor
-from ..validation import instance, refused
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
@@ -108,45 +104,10 @@ class PolicyRow:
         """ "ours", "ours-lru", or "ours-Class"."""
         return "ours" if self.policy is None else f"ours-{self.policy.rpartition(':')[2]}"
 
-    def changes(self) -> dict[str, Any]:
-        """Settings that differ from the defaults; objects of one's own are made anew."""
-        changes: dict[str, Any] = {}
-        if self.policy is not None:
-            policy = _chosen("policy", self.policy, _named_policy)
-            changes["eviction_policy"] = checked_policy("policy", policy)
-        if self.plan is not None:
-            plan = _chosen("plan", self.plan, parse_plan)
-            changes["checkpoint_plan"] = instance("plan", plan, CheckpointPlan)
-        return changes
-
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """Serve the trace; ValueError for memory that buys no state."""
-        config = config_of(trace, setting, self.changes())
+        config = config_of(trace, setting, cache_changes(self.policy, self.plan))
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
-
-
-def _named_policy(name: str) -> str:
-    if name not in EVICTION_POLICIES:
-        names = ", ".join(map(repr, EVICTION_POLICIES))
-        raise refused("policy", name, f"one of {names}, or FILE.py:Class")
-    return name
-
-
-def _chosen(what: str, text: str, named: Callable[[str], object]) -> object:
-    """An object of the class that "FILE.py:Class" names; `named` of other texts."""
-    file, found, name = text.rpartition(".py:")
-    if not found:
-        return named(text)
-    path = Path(f"{file}.py")
-    if not path.is_file():
-        raise refused(what, text, "FILE.py:Class with a file that is there")
-    try:
-        chosen = runpy.run_path(str(path)).get(name)
-        if isinstance(chosen, type):
-            return chosen()
-    except Exception as error:
-        raise ValueError(f"{what} is {text!r}, which raises {type(error).__name__}: {error}") from error
-    raise refused(what, text, f"a class of {path}")
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from ..state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
+from ..files import CONFIG, check_served
 from .trace import Trace
+
+if TYPE_CHECKING:
+    from ..state_spec import HybridStateSpec
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """How cached states may be stored. Live states are as the model has them."""
@@ -112,24 +113,8 @@ class ReplayRow(Protocol):
         """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
-def _spec(states: tuple[StateTensor, ...], layers: int, heads: int, dim: int) -> HybridStateSpec:
-    """With attention layers, KV heads and their dimension."""
-    return HybridStateSpec(states, layers, heads, dim, torch.bfloat16, 1 << 17, torch.device("cpu"))
-
-
-_NEMOTRON_H_8B = mamba2_states(
-    layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
-    conv_dtype=torch.bfloat16, ssm_dtype=torch.float32, grid=128,
-)  # fmt: skip
-_QWEN3_5_35B = gated_delta_net_states(
-    layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
-    conv_dtype=torch.bfloat16, state_dtype=torch.float32,
-)  # fmt: skip
-MODELS = {
-    "nemotron-h-8b": (_spec(_NEMOTRON_H_8B, 4, 8, 128), 4096, 24),
-    "qwen3.5-35b": (_spec(_QWEN3_5_35B, 10, 2, 256), 2048, 40),
-}
-"""Nemotron-H-8B and Qwen3.5-35B-A3B, which need no config: spec, hidden size and number of MLP layers."""
+MODELS = ("nemotron-h-8b", "qwen3.5-35b")
+"""Nemotron-H-8B and Qwen3.5-35B-A3B, which need no config."""
 
 
 def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
@@ -146,12 +131,17 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
     if model in MODELS:
-        return shape_of(model, *MODELS[model], state_dtype)
+        from .known_models import KNOWN_MODELS
+
+        return shape_of(model, *KNOWN_MODELS[model], state_dtype)
     path = Path(model)
     if not path.exists():
         raise ValueError(
             f"model is {model!r}; accepted: {', '.join(MODELS)}, or the path of a config.json that is there"
         )
+    check_served(path / CONFIG if path.is_dir() else path)
+    import torch
+
     from ..hf import architectures
 
     config = architectures.read_config(path)
@@ -169,7 +159,7 @@ def name_of(path: Path) -> str:
 
 
 def shape_of(
-    name: str, spec: HybridStateSpec, hidden_size: int, num_mlp_layers: int, state_dtype: str | None = None
+    name: str, spec: "HybridStateSpec", hidden_size: int, num_mlp_layers: int, state_dtype: str | None = None
 ) -> ModelShape:
     """The shape of a model with this spec; `state_dtype` as for `model_shape`."""
     widths = {"ssm": 2, "delta": 1}  # where the shape of a recurrent tensor has its state size

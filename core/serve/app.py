@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,10 +17,10 @@ from starlette.staticfiles import StaticFiles
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
+from .answer_json import ChatForm, Form
 from .connections import FailedAccepts
 from .errors import JSONAnswer, RequestError, json_bytes
-from .http_answers import ChatForm, Form
-from .metrics import connections_text
+from .metrics import connection_metrics, text_of
 from .middleware import AccessMiddleware, Keys
 from .served_engine import LocalEngine, ServedEngine
 from .service import Service
@@ -141,11 +142,11 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    content, media_type = await _service(request).engine.metrics_text()
+    found = [*await _service(request).engine.metrics()]
     failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
     if failed_accepts is not None:
-        content += connections_text(failed_accepts.count)
-    return Response(content, media_type=media_type)
+        found += connection_metrics(failed_accepts.count)
+    return Response(await run_in_threadpool(text_of, found), media_type=CONTENT_TYPE_LATEST)
 
 
 def _service(request: Request) -> Service:

@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
+
 _MAX_LENGTH = 400
 """Characters of a message. Messages may quote values of the client, of any length."""
 _SHORT = reprlib.Repr(maxstring=60, maxlist=3, maxdict=3, maxlevel=2, maxlong=30, maxother=60)
@@ -75,20 +77,22 @@ def bad_field(param: str, message: str, code: str | None = None) -> RequestError
     return RequestError(400, message, param=param, code=code)
 
 
-_REFUSALS = {
-    "queue_full": (429, "too many requests wait; try again later"),
-    "draining": (503, "the server is shutting down and accepts no more requests"),
-    "engine_dead": (503, "the engine has stopped; the server must be started again"),
-    "no_replica": (503, "no replica of the model can answer now; try again later"),
-    "capacity": (503, "pinned prefixes leave too little memory for this request"),
-    "cancelled": (503, "the server ended the request before its answer was complete"),
+_REFUSALS: dict[str, tuple[type[Exception] | tuple[()], int, str]] = {
+    "queue_full": (QueueFullError, 429, "too many requests wait; try again later"),
+    "engine_dead": (EngineDeadError, 503, "the engine has stopped; the server must be started again"),
+    "no_replica": (NoReplicaError, 503, "no replica of the model can answer now; try again later"),
+    "capacity": (KVBlockCapacityError, 503, "pinned prefixes leave too little memory for this request"),
+    "cancelled": ((), 503, "the server ended the request before its answer was complete"),
+    "draining": (RuntimeError, 503, "the server is shutting down and accepts no more requests"),
 }
-"""Status and message of each code with which a server refuses right requests."""
+"""Code -> the engine's error, status and message. Of errors, the first row that fits counts."""
 
 
-def refusal(code: str) -> RequestError:
-    """The error of a request that may be sent again; `code` is a key of `_REFUSALS`."""
-    status, message = _REFUSALS[code]
+def refusal(reason: str | Exception) -> RequestError:
+    """The error of a request that may be sent again: of a code, or of what the engine raised."""
+    code, (_, status, message) = next(
+        row for row in _REFUSALS.items() if reason == row[0] or isinstance(reason, row[1][0])
+    )
     return RequestError(status, message, code=code, headers={"retry-after": "1"})
 
 

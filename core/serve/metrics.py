@@ -5,7 +5,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -23,21 +23,16 @@ Row = tuple[str, str, float | Mapping[Any, float], str]
 """Name without "mambaslots_", what it means, value or values, and the label that tells values apart."""
 
 
-def text_of(metrics: Iterable[Metric]) -> tuple[bytes, str]:
-    """The body of a reply to Prometheus with these metrics, and its content type."""
+def text_of(metrics: Iterable[Metric]) -> bytes:
+    """The body of a reply to Prometheus with these metrics, of type `CONTENT_TYPE_LATEST`."""
     registry: Any = SimpleNamespace(collect=lambda: metrics)
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    return generate_latest(registry)
 
 
-def metrics_text(monitor: Monitor) -> tuple[bytes, str]:
-    """The body of a reply to Prometheus with all metrics of an engine, and its content type."""
-    return text_of(monitor_metrics(monitor))
-
-
-def connections_text(num_failed_accepts: int) -> bytes:
+def connection_metrics(num_failed_accepts: int) -> Iterator[Metric]:
     """What a server that accepts connections itself adds to the metrics of its engine."""
     row = FAILED_ACCEPTS.name, _help(FAILED_ACCEPTS), num_failed_accepts, ""
-    return text_of(families(CounterMetricFamily, [row]))[0]
+    return families(CounterMetricFamily, [row])
 
 
 def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:

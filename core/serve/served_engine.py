@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prometheus_client.core import Metric
+
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.engines.arguments import Prompt, Salt
 from ..inference.engines.async_engine import AsyncEngine
@@ -14,7 +16,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
 from ..request import SamplingParams
-from .metrics import metrics_text
+from .metrics import monitor_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,8 @@ class ServedEngine(Protocol):
     ) -> AsyncStream:
         """Queue a prompt; ValueError where it can never run, QueueFullError or RuntimeError where not now."""
 
-    async def metrics_text(self) -> tuple[bytes, str]:
-        """The body of a reply to Prometheus, and its content type."""
+    async def metrics(self) -> Sequence[Metric]:
+        """What Prometheus reads."""
 
     async def snapshot(self) -> Mapping[str, Any] | None:
         """What the page shows, as `Monitor.snapshot` makes it; None without reports."""
@@ -126,8 +128,8 @@ class LocalEngine(AsyncEngine):
             self.monitor.name_salt(cache_salt, tenant)
         return await super().stream(prompt, sampling_params, cache_salt=cache_salt, **options)
 
-    async def metrics_text(self) -> tuple[bytes, str]:
-        return await asyncio.to_thread(metrics_text, self.monitor)
+    async def metrics(self) -> list[Metric]:
+        return await asyncio.to_thread(lambda: list(monitor_metrics(self.monitor)))
 
     async def snapshot(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.monitor.snapshot)

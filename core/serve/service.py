@@ -1,38 +1,22 @@
 """What the endpoints share: requests become answers of the engine, within the server's limits."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
-from ..inference.engines.streams import AsyncStream
+from ..errors import NoReplicaError
 from ..loaded_model import LoadedText
-from ..request import RequestResult
-from ..text import TextCodec
-from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
-from .http_answers import AnswerText, Form, Piece, usage
-from .middleware import BROKEN_BY, engine_salt
-from .preparation import Choice, Job, Preparation, body_too_slow, header_salt, read_body
+from .answer_json import Form
+from .errors import RequestError, refusal
+from .generated_answer import GeneratedAnswer, StreamedAnswer, within
+from .middleware import engine_salt
+from .preparation import Job, Preparation, body_too_slow, header_salt, read_body
 from .served_engine import ServedEngine
 from .settings import ServerSettings
 
-Emit = Callable[[int, Piece], Awaitable[None]]
-"""Called with the number of an answer and a piece of it."""
-
-_LAST_EVENT_S = 1.0
-"""Seconds in which a client must read the error that ends its stream."""
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the pieces
-]
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18
 
@@ -96,7 +80,7 @@ class Service:
 
     async def answer(
         self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
-    ) -> "GeneratedAnswer":
+    ) -> GeneratedAnswer:
         """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
         if self.why_refused is not None:
             raise self.why_refused
@@ -134,213 +118,3 @@ class Service:
         self._num_open -= num_answers
         if not self._num_open:
             self._none_open.set()
-
-
-# ---- answers
-
-
-def _code_of(error: Exception) -> str:
-    """The code with which a client sees an engine's error; an engine that is closing raises RuntimeError."""
-    codes = {
-        QueueFullError: "queue_full",
-        EngineDeadError: "engine_dead",
-        NoReplicaError: "no_replica",
-        KVBlockCapacityError: "capacity",
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), "draining")
-
-
-def _finish_reason(result: RequestResult) -> str:
-    """OpenAI's reason of an answer that was not cancelled."""
-    if result.finish_reason in ("stop", "length"):
-        return result.finish_reason
-    if result.finish_reason == "invalid_logits":
-        message = "the model's logits were not finite, so that no token could be chosen"
-        raise RequestError(500, message, code="invalid_logits")
-    raise refusal("cancelled")
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group; the others follow from it or equal it."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-@dataclass(eq=False)
-class GeneratedAnswer(Response):
-    """The answer to a request, generated while it is sent, up to `deadline` of the loop's clock."""
-
-    engine: ServedEngine
-    text: TextCodec | None
-    job: Job
-    tenant: str
-    cache_salt: bytes | None
-    form: Form
-    deadline: float
-    finished: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._num_cached = 0
-        self._num_tokens: dict[int, int] = {}  # of each answer, so far
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if not await _unless_disconnected(receive, self._answer(scope, receive, send)):
-                scope["state"][BROKEN_BY] = "client"
-        finally:
-            self.finished()
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers: list[list[Piece]] = [[] for _ in self.job.choices]
-
-        async def collect(index: int, piece: Piece) -> None:
-            answers[index].append(piece)
-
-        await within(self.deadline, self._generate(collect))
-        answer = JSONAnswer(self.form.whole(list(map(Piece.joined, answers)), self._usage))
-        await within(self.deadline, answer(scope, receive, send))
-
-    @property
-    def _usage(self) -> dict[str, Any]:
-        """Complete after `_generate`. Of several answers to a prompt, the first counts its cached tokens."""
-        return usage(self.job.num_prompt_tokens, self._num_cached, sum(self._num_tokens.values()))
-
-    async def _generate(self, emit: Emit) -> None:
-        """Give each piece of all answers to `emit`; RequestError where that fails."""
-        streams: list[AsyncStream] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
-                opening = [tasks.create_task(self._open(each, streams)) for each in self.job.choices]
-            async with asyncio.TaskGroup() as tasks:
-                for choice, opened in zip(self.job.choices, opening, strict=True):
-                    tasks.create_task(self._read(choice, opened.result(), emit))
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
-        finally:
-            for stream in streams:
-                stream.cancel()
-
-    async def _open(self, choice: Choice, streams: list[AsyncStream]) -> AsyncStream:
-        """Queue one prompt. Its stream is added to `streams`."""
-        try:
-            stream = await self.engine.stream(
-                choice.tokens,
-                choice.sampling,
-                cache_salt=self.cache_salt,
-                checkpoint_plan=choice.plan,
-                tenant=self.tenant,
-            )
-            streams.append(stream)
-            return stream
-        except ValueError as error:
-            raise bad_argument(error, type(self.job.request).model_fields) from None
-        except (QueueFullError, RuntimeError) as error:
-            raise refusal(_code_of(error)) from None
-
-    async def _read(self, choice: Choice, stream: AsyncStream, emit: Emit) -> None:
-        request = self.job.request
-        keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
-        text = AnswerText(self.text, request.stop, choice.tokens[-1], keeps_tokens)
-        try:
-            async for tokens in stream:
-                if text.stopped:
-                    continue  # until the request has ended and its result is there
-                piece = text.push(tokens)
-                self._num_tokens[choice.index] = text.num_tokens
-                if text.stopped:
-                    stream.finish()
-                if piece.text or piece.tokens:
-                    await emit(choice.index, piece)
-        except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
-            raise refusal(_code_of(error)) from None
-        result = stream.result
-        assert result is not None
-        piece = text.finish()
-        piece.finish_reason = "stop" if text.stopped else _finish_reason(result)
-        if choice.index == choice.prompt * request.n:
-            self._num_cached += result.num_resumed_tokens
-        self._num_tokens[choice.index] = text.num_tokens
-        await emit(choice.index, piece)
-
-
-class StreamedAnswer(GeneratedAnswer):
-    """An answer in server-sent events. An error before the first event has its own status."""
-
-    _started = False
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await within(self.deadline, self._events(send))
-        except Exception as error:
-            if not self._started:
-                raise
-            shown = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
-            scope["state"][BROKEN_BY] = shown.code or "error"
-            async with asyncio.timeout(_LAST_EVENT_S):
-                await self._send(send, shown.body)
-                await send({"type": "http.response.body", "body": b""})
-            if shown is not error:
-                raise
-
-    async def _events(self, send: Send) -> None:
-        opened: set[int] = set()
-        options = self.job.request.stream_options
-        lock = asyncio.Lock()  # events of one answer stay in order, and start before all
-
-        async def emit(index: int, piece: Piece) -> None:
-            async with lock:
-                opening = None if index in opened else self.form.opening(index)
-                opened.add(index)
-                if opening is not None:
-                    await self._send(send, opening)
-                chunk = self.form.chunk(index, piece)
-                if options.include_usage and options.continuous_usage_stats:
-                    # What was cached is known when the answers have ended: the last event says it.
-                    chunk["usage"] = self._usage | {"prompt_tokens_details": None}
-                await self._send(send, chunk)
-
-        await self._generate(emit)
-        if options.include_usage:
-            await self._send(send, self.form.usage_chunk(self._usage))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    async def _send(self, send: Send, event: dict[str, Any]) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
-        body = b"data: " + json_bytes(event) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def within[T](deadline: float, work: Awaitable[T], error: RequestError | None = None) -> T:
-    """The result of `work`, or an error where it is not done at `deadline` of the loop's clock."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await work
-    except TimeoutError:
-        message = "the answer was not complete within the server's time limit for a request"
-        raise error or RequestError(504, message, code="timeout") from None
-
-
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it is done."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        is_done = working.done()
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-    if is_done:
-        working.result()
-    return is_done
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

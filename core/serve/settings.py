@@ -112,4 +112,5 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen at {host}:{port}: {error}") from error
+        reason = str(error.strerror).partition(" (while")[0]  # which names the address again
+        raise OSError(f"cannot listen at {host}:{port}: {reason}") from error

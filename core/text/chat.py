@@ -5,6 +5,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class ChatTemplate:
             optimized=False,
             finalize=_as_it_is,
         )
-        environment.filters["tojson"] = _json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes of HTML
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(source)
@@ -105,19 +106,6 @@ def _raise(message: str) -> None:
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def _json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """`tojson` without HTML's escapes."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 # ---- branches in the text

@@ -295,11 +295,11 @@ class GenerationDefaults:
         if ignored:
             logger.info("%s: not applied: %s", folder / _DEFAULTS, ", ".join(ignored))
         names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
+        drawn: dict[str, Any] = {}
         if said.get("do_sample"):
-            names += ["top_k", "top_p", "min_p"]
-        drawn = {name: said[name] for name in names if said.get(name) is not None}
-        if said.get("do_sample"):
-            drawn["temperature"] = _first(said.get("temperature"), 1.0)
+            names += ["top_k", "top_p", "min_p", "temperature"]
+            drawn["temperature"] = 1.0
+        drawn |= {name: said[name] for name in names if said.get(name) is not None}
         try:
             params = SamplingParams(
                 stop_token_ids=tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,),

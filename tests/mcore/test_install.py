@@ -19,7 +19,7 @@ from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.mcore import UnknownHostError, versions
 from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.built_contexts import built_contexts
-from mambaslots.mcore.install import describe_outlook
+from mambaslots.mcore.installation import describe_outlook
 from mambaslots.mcore.overrides import NOT_SELF_TESTED, REGISTRY, Override, overrides_for, owner_class
 from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
 from mambaslots.mcore.self_test import REPRODUCTIONS

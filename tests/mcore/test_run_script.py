@@ -13,9 +13,9 @@ from pathlib import Path
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore.install import _replaced
+from mambaslots.mcore.command import main
+from mambaslots.mcore.installation import _replaced
 from mambaslots.mcore.recurrence import make_context
-from mambaslots.mcore.run_script import main
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore_rig import cpu_as_gpu
 from megatron.core.inference.contexts import dynamic_context

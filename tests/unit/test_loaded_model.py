@@ -74,6 +74,17 @@ def test_a_model_of_transformers_without_transformers(tmp_path: Path) -> None:
     assert printed == "mambaslots.hf needs transformers: pip install 'mambaslots[hf]'\n"
 
 
+def test_a_name_on_the_hub_without_the_extra() -> None:
+    code = (
+        "import sys, mambaslots as ms\n"
+        "sys.modules['huggingface_hub'] = None\n"
+        "try: ms.load('some/model')\n"
+        "except ImportError as error: print(error)"
+    )
+    said = "'some/model' is no folder here; the hub needs: pip install 'mambaslots[hf]'\n"
+    assert printed_by(code) == said
+
+
 def test_a_model_without_text_says_so_when_text_is_asked(tmp_path: Path) -> None:
     save_hybrid_lm(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
@@ -98,6 +109,14 @@ def test_a_folder_that_is_no_model(content: str | None, message: str, tmp_path: 
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelFolderError, match=message):
         ms.load(tmp_path)
+
+
+def test_a_file_with_the_form_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelFolderError, match="'some/file' is no folder; accepted: a folder, or 'org"):
+        ms.load("some/file")
 
 
 @pytest.mark.parametrize("name", [3, None, "", b"model", "~no_such_user/model", "a" * 5000, "a\0b"])

@@ -24,7 +24,7 @@ from fuzzing.target import (
     json_bytes,
 )
 from mambaslots.cli.main import make_parser
-from mambaslots.config import parse_plan, shown_plan
+from mambaslots.named_policies import parse_plan, shown_plan
 from mambaslots.replay.read_trace import read_trace
 from mambaslots.replay.recorder import TraceRecorder
 
@@ -383,10 +383,9 @@ def _settings_of(options: argparse.Namespace) -> None:
 
 def _serve_settings(options: argparse.Namespace) -> None:
     from mambaslots.cli.serve import server_settings
-    from mambaslots.serve import ServerSettings
 
     _engine_settings(options)
-    repr(ServerSettings(**server_settings(options)))
+    repr(server_settings(options))
 
 
 def _engine_settings(options: argparse.Namespace) -> None:
@@ -398,7 +397,6 @@ def _engine_settings(options: argparse.Namespace) -> None:
 
 def _replay_cells(options: argparse.Namespace) -> None:
     from mambaslots.cli import replay
-    from mambaslots.replay import model_shape
 
-    assert replay.settings_of(options, model_shape(options.model, options.state_dtype))
+    assert replay.settings_of(options)
     assert replay.sources_of(options)

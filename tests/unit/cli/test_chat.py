@@ -68,4 +68,5 @@ def test_the_terminal_ends_a_conversation(
 
 def test_what_cannot_be_loaded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(tmp_path) == 2
-    assert capsys.readouterr().err == f"mambaslots chat: {tmp_path} has no config.json\n"
+    said = f"mambaslots chat: {tmp_path} has no config.json; accepted: a folder with config.json\n"
+    assert capsys.readouterr().err == said

@@ -2,11 +2,13 @@
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from mambaslots.cli import doctor
+from mambaslots.cli import doctor, self_test
 from mambaslots.cli.main import main
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.step_inputs import StepInputs
@@ -19,7 +21,7 @@ TORCH = importlib.metadata.version("torch")
 
 @pytest.fixture
 def _model_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_model", lambda model: "not checked")
+    monkeypatch.setattr(self_test, "check_model", lambda model: "not checked")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -49,7 +51,7 @@ class Off(HybridLM):
 def test_a_model_that_computes_something_else_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "HybridLM", Off)
+    monkeypatch.setattr(self_test, "HybridLM", Off)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "WRONG the self-test runs to its end: ModelError: DECODE DIFFERS" in printed
@@ -81,7 +83,7 @@ def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def fail(*arguments: object, **more: object) -> None:
         raise RuntimeError("no kernel image\nis available")
 
-    monkeypatch.setattr(doctor, "small_model", fail)
+    monkeypatch.setattr(self_test, "small_model", fail)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "  nothing: RuntimeError: no kernel image is available\n" in printed
@@ -106,3 +108,30 @@ def test_an_extra_that_is_missing_names_its_installation() -> None:
     missing.extras = {"hf"}
     assert "`pip install 'mambaslots[hf]'` brings it" in doctor.describe_package(missing)
     assert {"torch", "fastapi"} <= {requirement.name for requirement in doctor.requirements()}
+
+
+def test_a_source_tree_without_an_installation_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(self_test, "checks", lambda device: iter(()))
+    assert main(["doctor", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    said = "no-such-package: not installed; `pip install no-such-package` brings it"
+    assert f"\npackages:\n  {said}\n" in printed
+
+
+def test_versions_are_printed_before_torch_is_imported() -> None:
+    script = (
+        "import os, sys\n"
+        "class Ends:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': os._exit(3)\n"
+        "sys.meta_path.insert(0, Ends())\n"
+        "from mambaslots.cli.main import main\n"
+        "main(['doctor'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stdout.startswith("Python 3.")
+    assert f"\n  torch {TORCH}\n" in done.stdout

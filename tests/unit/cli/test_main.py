@@ -11,12 +11,11 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.cli import serve
-from mambaslots.cli.main import main, make_parser
+from mambaslots.cli.main import COMMANDS, main, make_parser
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.replay.read_trace import read_trace
-from mambaslots.serve import ServerSettings
 
 DRAFTS = ("--num-speculative-tokens", "4")
 MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
@@ -94,11 +93,44 @@ def test_what_the_user_can_mend_is_said_in_one_line(
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], ["serve"], ["chat", MODEL, "--no-such-option"], ["serve", "."]], ids=str
+MISTAKES = (
+    ["serve"],
+    ["serve", "."],
+    ["serve", "llama"],
+    ["serve", "some/model"],
+    ["serve", MODEL, "--plan", "x"],
+    ["serve", MODEL, "--eviction", "x"],
+    ["serve", MODEL, "--num-mamba-slots", "4"],
+    ["serve", MODEL, "--api-keys", "config.json"],
+    ["serve", MODEL, "--replicas", "2", "--record", "trace"],
+    ["chat", MODEL, "--no-such-option"],
+    ["chat", "llama"],
+    ["chat", MODEL, "--plan", "x"],
+    ["doctor", "--no-such-option"],
+    ["doctor", "--json", "/no/x"],
+    ["replay", "--trace", "x"],
+    ["replay", "--state-dtype", "x"],
+    ["replay", "--plan", "x"],
+    ["replay", "--policy", "x"],
+    ["replay", "--model", "x"],
+    ["replay", "--model", "llama"],
+    ["run"],
+    ["run", "/no/script"],
+    ["run", "--plan", "x", "config.json"],
 )
-def test_help_and_mistakes_need_no_torch(words: list[str], tmp_path: Path) -> None:
+
+
+HELP = (["--help"], *([command, "--help"] for command in COMMANDS))
+
+
+@pytest.mark.parametrize("words", [*HELP, *MISTAKES], ids=str)
+def test_help_and_mistakes_need_no_torch(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "config.json").write_text("{")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     script = (
         f"import sys\nfrom mambaslots.cli.main import main\n"
         f"try: sys.exit(main({words}))\nfinally: assert 'torch' not in sys.modules"
@@ -106,7 +138,11 @@ def test_help_and_mistakes_need_no_torch(words: list[str], tmp_path: Path) -> No
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert "AssertionError" not in done.stderr
-    assert done.returncode == (0 if words == ["--help"] else 2)
+    if "--help" in words:
+        assert done.returncode == 0
+    else:
+        assert done.returncode == (1 if "some/model" in words else 2)
+        assert re.fullmatch(r"mambaslots[^\n]*\n", done.stderr)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -183,14 +219,12 @@ def test_options_of_the_server_are_its_settings() -> None:
         "--host", "::1", "--port", "0", "--max-body-mb", "2", "--body-timeout-s", "3", "--allowed-host", "a",
         "--allowed-host", "b", "--allowed-origin", "https://c", "--trace", "--max-waiting-requests", "7",
     ]  # fmt: skip
-    settings = ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL, *words])))
+    settings = server_settings(make_parser().parse_args(["serve", MODEL, *words]))
     assert (settings.host, settings.port, settings.max_body_bytes) == ("::1", 0, 2 << 20)
     assert (settings.body_timeout_s, settings.allowed_hosts) == (3.0, ("a", "b"))
     assert (settings.allowed_origins, settings.trace) == (("https://c",), True)
     assert settings.max_waiting_requests == 7
-    assert (
-        ServerSettings(**server_settings(make_parser().parse_args(["serve", MODEL]))).max_body_bytes is None
-    )
+    assert server_settings(make_parser().parse_args(["serve", MODEL])).max_body_bytes is None
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded_by_the_rank_that_serves(
@@ -199,10 +233,11 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded_by_the_rank_that_se
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = ["serve", MODEL, "--port", str(taken.getsockname()[1])]
         options = make_parser("serve").parse_args(words)
-        with pytest.raises(OSError, match=r"cannot listen at 127\.0\.0\.1:"):
-            serve._check_early(options)
+        said = rf"^cannot listen at 127\.0\.0\.1:{taken.getsockname()[1]}: Address already in use$"
+        with pytest.raises(OSError, match=said):
+            serve._checked_settings(options)
         monkeypatch.setenv("RANK", "1")
-        serve._check_early(options)
+        serve._checked_settings(options)
 
 
 def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +258,8 @@ def test_keys_of_tenants_are_read(tmp_path: Path) -> None:
     keys = read_keys(tmp_path / "keys")
     assert keys == {"alice": "one:with:colons", "bob": "two"}
     options = make_parser().parse_args(["serve", MODEL, "--api-keys", str(tmp_path / "keys")])
-    assert server_settings(options)["api_keys"] == keys
-    assert server_settings(options)["model_name"] == "tiny-code"
+    assert server_settings(options).api_keys == keys
+    assert server_settings(options).model_name == "tiny-code"
 
 
 @pytest.mark.parametrize("text", ["", "alice", ":key", "alice:", "a:k\na:l", "a:k\nb:k"])

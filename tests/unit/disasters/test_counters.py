@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import metrics_text
+from mambaslots.serve.metrics import monitor_metrics, text_of
 from mambaslots.text import GenerationDefaults
 from oracle.fleet import SALT_KEY, Replicas
 from oracle.recurrent_lm import RecurrentLM
@@ -31,7 +31,7 @@ PARAMS = ms.SamplingParams(max_tokens=6, return_log_probs=True)
 def counters(monitor: Monitor) -> dict[Any, float]:
     """All samples that Prometheus reads of counters and histograms."""
     found = {}
-    for family in text_string_to_metric_families(metrics_text(monitor)[0].decode()):
+    for family in text_string_to_metric_families(text_of(monitor_metrics(monitor)).decode()):
         if family.type in ("counter", "histogram"):
             found |= {(s.name, *sorted(s.labels.items())): s.value for s in family.samples}
     return {name: value for name, value in found.items() if not name[0].endswith("_created")}

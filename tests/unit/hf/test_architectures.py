@@ -8,9 +8,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+from mambaslots.files import SERVED_MODEL_TYPES
 from mambaslots.hf import architectures
 from mambaslots.hf.interfaces import attention_forward
 from mambaslots.hf.served_model import ServedModel
+from mambaslots.models.weights import MODEL_TYPE
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, served_model, tiny_config
 from oracle.hf_steps import step_errors, texts
 
@@ -78,6 +80,11 @@ def test_a_config_says_the_dtype_of_recurrent_states(field: str) -> None:
     setattr(text, field, "int8")
     with pytest.raises(ValueError, match=f"{field} is 'int8'; accepted: float32"):
         architectures.state_spec(text, torch.float32)
+
+
+def test_the_command_line_knows_what_is_served_without_torch() -> None:
+    served = {MODEL_TYPE, *architectures.ARCHITECTURES, *architectures.WRAPPERS}
+    assert sorted(served) == list(SERVED_MODEL_TYPES)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "kimi_linear", "jamba", "qwen3_5_vision"])

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mambaslots.named_policies import cache_changes
 from mambaslots.replay.cache_rows import DEFAULT_ROW, PolicyRow, pool_counts
 from mambaslots.replay.setting import ModelShape, ReplaySetting
 from oracle.session_traces import small_trace
@@ -47,9 +48,9 @@ def test_a_plan_of_ones_own_decides(tmp_path: Path) -> None:
     trace, given = small_trace(0), setting(SHAPE)
     assert row.replay(trace, given).num_states_taken < DEFAULT_ROW.replay(trace, given).num_states_taken
     with pytest.raises(ValueError, match="accepted: a class of"):
-        PolicyRow(policy=f"{path}:Missing").changes()
+        cache_changes(f"{path}:Missing", None)
     with pytest.raises(ValueError, match="with a file that is there"):
-        PolicyRow(policy=f"{tmp_path}/none.py:A").changes()
+        cache_changes(f"{tmp_path}/none.py:A", None)
 
 
 OWN_LRU = """

@@ -14,9 +14,9 @@ from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")
 
-from mambaslots.fleet.figures import fleet_metrics_text
+from mambaslots.fleet.figures import fleet_metrics
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import connections_text, metrics_text
+from mambaslots.serve.metrics import connection_metrics, monitor_metrics, text_of
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
@@ -34,7 +34,7 @@ def labels_of() -> dict[str, set[str]]:
     monitor = Monitor(engine, model_name="small")
     engine.generate([[1, 2, 3]], ms.SamplingParams(max_tokens=2))
     found: dict[str, set[str]] = {}
-    text = metrics_text(monitor)[0] + connections_text(0)
+    text = text_of([*monitor_metrics(monitor), *connection_metrics(0)])
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
@@ -79,7 +79,7 @@ def test_the_dashboard_shows_and_the_page_explains_every_metric(labels_of: dict[
     assert names_of(set(METRIC.findall(" ".join(expressions())))) == names
     fleet = {name for name in METRIC.findall(PAGE) if name.startswith("mambaslots_fleet_")}
     assert set(METRIC.findall(PAGE)) == names | fleet
-    text = fleet_metrics_text({"replicas": 1})[0].decode()
+    text = text_of(fleet_metrics({"replicas": 1})).decode()
     assert fleet == set(METRIC.findall(re.sub("(?m)^#.*", "", text)))
 
 

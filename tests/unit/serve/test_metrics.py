@@ -12,7 +12,7 @@ from oracle.serving import random_tokens, small_engine
 pytest.importorskip("prometheus_client")
 
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import metrics_text
+from mambaslots.serve.metrics import monitor_metrics, text_of
 from prometheus_client.parser import text_string_to_metric_families
 
 PARAMS = ms.SamplingParams(max_tokens=5)
@@ -22,8 +22,7 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 def read(monitor: Monitor) -> Samples:
-    body, content_type = metrics_text(monitor)
-    assert content_type.startswith("text/plain")
+    body = text_of(monitor_metrics(monitor))
     found: Samples = defaultdict(dict)
     for family in text_string_to_metric_families(body.decode()):
         assert family.documentation
@@ -142,7 +141,7 @@ def test_tiers_are_counted() -> None:
 
 def test_labels_are_few_and_known_and_no_prompt_is_disclosed() -> None:
     _, monitor, _ = pressed()
-    body, _ = metrics_text(monitor)
+    body = text_of(monitor_metrics(monitor))
     labels: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
@@ -157,7 +156,7 @@ def test_labels_are_few_and_known_and_no_prompt_is_disclosed() -> None:
 
 def test_names_are_those_that_prometheus_expects() -> None:
     _, monitor, _ = pressed()
-    for family in text_string_to_metric_families(metrics_text(monitor)[0].decode()):
+    for family in text_string_to_metric_families(text_of(monitor_metrics(monitor)).decode()):
         assert family.name.startswith("mambaslots_")
         assert not family.name.endswith(("_count", "_sum", "_bucket"))
         assert all(sample.name.endswith("_total") for sample in family.samples) == (family.type == "counter")

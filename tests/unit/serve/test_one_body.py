@@ -76,5 +76,7 @@ def test_a_stop_string_ends_its_request_with_the_reason_stop(served: Served, str
     assert served.post("/v1/completions", body).status == 200
     served.call(lambda engine: engine.unobserve(recorder))
     assert [result.finish_reason for _, result in recorder.ended] == ["stop"]
-    assert b'mambaslots_requests_ended_total{finish_reason="stop"}' in served.get("/metrics").body
+    metrics = served.get("/metrics")
+    assert b'mambaslots_requests_ended_total{finish_reason="stop"}' in metrics.body
+    assert metrics.headers["content-type"].startswith("text/plain")
     assert served.app.state.monitor.snapshot()["requests"][0]["finish_reason"] == "stop"

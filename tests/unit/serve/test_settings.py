@@ -60,5 +60,6 @@ def test_without_the_extra_its_name_is_reported(monkeypatch: pytest.MonkeyPatch)
     for name in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("make_app", "serve"):
+        monkeypatch.delitem(vars(serve_package), name, raising=False)
         with pytest.raises(ImportError, match="pip install 'mambaslots\\[serve\\]'"):
             getattr(serve_package, name)

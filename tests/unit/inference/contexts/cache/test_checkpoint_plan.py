@@ -8,8 +8,8 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.config import parse_plan, shown_plan
 from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
+from mambaslots.named_policies import parse_plan, shown_plan
 from oracle.plans import SwitchedPlan
 
 WORTH = ["mark", "tail", "branch", "step_end", "interval", "decode"]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..config import shown_plan
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, checked_policy
+from ..named_policies import shown_plan
 from ..validation import boolean, instance, refused, shown
 from ..version import VERSION
 from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
