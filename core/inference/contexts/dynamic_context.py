@@ -75,8 +75,8 @@ class DynamicInferenceContext:
         logger.info(self.memory.summary())
         if sizes.division is not None and sizes.division.has_all_numbers:
             logger.warning(
-                "total_gb is %.3g, of which the pools use %.3g: more slots or blocks than %d are not managed; "
-                "a larger block_size_tokens uses more",
+                "total_gb is %.3g, of which the pools use %.3g: there are %d slots or blocks at most; a "
+                "larger block_size_tokens uses more",
                 config.total_gb,
                 memory.total_bytes / GIGABYTE,
                 max(sizes.num_mamba_slots, sizes.num_kv_blocks),

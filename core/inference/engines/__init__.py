@@ -16,5 +16,5 @@ streams, async_engine, engine_thread
 batch_invariance                    the promise of bits: the mode, and what decides it at an engine's start
 product_check, forward_check        its check: of a model's matrix products, and of the whole model
 invariance_stamp                    the file that says that a model has passed the check
-engine_observer                     what a step did, for those who watch
+engine_observer, engine_description what a step did, for those who watch; what serves the model, in words
 """

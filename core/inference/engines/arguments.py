@@ -34,13 +34,13 @@ class RequestFactory:
 
     def new_request(
         self,
+        name: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        cache_salt: Salt = None,
-        checkpoint_plan: CheckpointPlan | None = None,
-        name: str = "prompt",
+        sampling_params: SamplingParams | None,
+        cache_salt: Salt,
+        checkpoint_plan: CheckpointPlan | None,
     ) -> DynamicInferenceRequest:
-        """A request without an id and a seed; a ValueError where it can never run."""
+        """A request without an id and a seed; a ValueError that names the prompt where it can never run."""
         vocab_size = self._context.spec.vocab_size
         tokens = checked_prompt(name, prompt, vocab_size)
         if not tokens:
@@ -149,18 +149,27 @@ def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) ->
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
-    """Each prompt with its name in messages, as "prompts[1]"; `name` is in the plural."""
+def prompts_with(noun: str, prompts: Iterable[Prompt], **values: Any) -> list[tuple[Any, ...]]:
+    """Each prompt with its entry of each of `values`. `noun`: what messages call a prompt.
+
+    A list or tuple in `values` has one entry for each prompt; another value is that of all prompts.
+    """
     listed = as_list(prompts)
     if listed is None or (listed and all(map(_is_number, listed))):
         found = shown(prompts) if listed is None else f"a list of {len(listed)} token ids"
         raise ValueError(
-            f"{name} is {found}; accepted: a list of {name}, each a list of token ids: tokenize text first, "
-            f"and pass [{name[:-1]}] for one"
+            f"{noun}s is {found}; accepted: a list of {noun}s, each a list of token ids: tokenize text "
+            f"first, and pass [{noun}] for one"
         )
-    if len(listed) == 1:
-        return [(name[:-1], listed[0])]
-    return [(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
+    columns = [listed]
+    for name, value in values.items():
+        column = value if isinstance(value, (list, tuple)) else [value] * len(listed)
+        if len(column) != len(listed):
+            raise ValueError(
+                f"{name} has {len(column)} entries; accepted: one for all, or {len(listed)}, one a {noun}"
+            )
+        columns.append(list(column))
+    return list(zip(*columns, strict=True))
 
 
 def _is_number(value: object) -> bool:
@@ -186,17 +195,6 @@ def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Dra
             "object with `draft(tokens, max_drafts)`, where num_speculative_tokens is at least 1, or None"
         )
     return drafter
-
-
-def one_each(name: str, value: Any, count: int, noun: str = "prompt") -> list[Any]:
-    """`count` values: the entries of a list or tuple, or `value` repeated."""
-    if isinstance(value, (list, tuple)):
-        if len(value) != count:
-            raise ValueError(
-                f"{name} has {len(value)} entries; accepted: one for all, or {count}, one a {noun}"
-            )
-        return list(value)
-    return [value] * count
 
 
 def agreed_salt_key(
