@@ -201,16 +201,15 @@ def agreed_salt_key(
     setting: bytes | str | None, groups: ParallelGroups, device: torch.device | None = None
 ) -> SaltKey:
     """The salt key of the configuration, the environment or a draw, the same on every rank: a collective."""
-    key, failure = None, ""
+    key, refusal = None, ""
     try:
         key = given_key(setting, os.environ)
     except ValueError as error:
-        failure = str(error)
-    shared = (failure, None if key is None else SaltKey(key).key_id)
-    of_ranks = groups.gather(shared, device)
-    failures = [failure for failure, _ in of_ranks if failure]
-    if failures:
-        raise ValueError(failures[0])
+        refusal = str(error)
+    own = refusal, None if key is None else SaltKey(key).key_id
+    of_ranks = groups.gather(own, device)
+    if refusals := [refusal for refusal, _ in of_ranks if refusal]:
+        raise ValueError(refusals[0])
     key_ids = [key_id for _, key_id in of_ranks]
     if len(set(key_ids)) > 1:
         raise ValueError(

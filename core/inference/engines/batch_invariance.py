@@ -18,7 +18,7 @@ from ..contexts.pool_sizes import PoolSizes, with_total_gb
 from ..kernels import attention
 from . import forward_check, product_check
 from .dummy_steps import DummySteps
-from .invariance_stamp import InvarianceStamp
+from .invariance_stamp import read_stamp, stamp_of, write_stamp
 from .model_protocol import Model
 from .product_check import BatchVarianceError
 
@@ -78,12 +78,13 @@ class BatchInvariance:
 
     def _check_once(self, model: Model, config: InferenceConfig) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
-        stamp = InvarianceStamp.of(model, self._spec, config)
-        self.products = stamp.read()
+        stamp = stamp_of(model, self._spec, config)
+        self.products = read_stamp(stamp)
         self.was_checked_before = all(self._spec.groups.gather(bool(self.products), self._spec.device))
         if not self.was_checked_before:
             self._check(model, config)
-            stamp.write(self.products)
+            if stamp is not None:
+                write_stamp(stamp, self.products)
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
