@@ -183,7 +183,8 @@ class EngineCore:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
-        self.observers.notify("request_added", request)
+        if self.observers.known:
+            self.observers.notify("request_added", request)
 
     def end(self, request_id: int, reason: FinishReason) -> RequestResult:
         """End a request between two steps."""
