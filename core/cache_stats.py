@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import eq
 
-from .inference.contexts.cache.pool_stats import COMPUTE_REASONS, ComputeReason, PoolStats, TierStats
-
-__all__ = [
-    "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
-    "TierStats",
-]  # fmt: skip
+from .inference.contexts.cache.pool_stats import ComputeReason, PoolStats
 
 
 @dataclass(frozen=True)

@@ -88,17 +88,14 @@ class BatchInvariance:
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
-        self._raise_of_any_rank(lambda: self._check_parts(model, config))
-        self._raise_of_any_rank(lambda: self._check_forwards(model, config))
+        for check in (self._check_parts, self._check_forwards):
+            refusal = ""
+            try:
+                check(model, config)
+            except BatchVarianceError as error:
+                refusal = str(error)
+            self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
         self.check_switches()
-
-    def _raise_of_any_rank(self, check: Callable[[], None]) -> None:
-        refusal = ""
-        try:
-            check()
-        except BatchVarianceError as error:
-            refusal = str(error)
-        self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = product_check.record_products(model, self._spec, config)
