@@ -1,5 +1,6 @@
 """Sizes and switches of an engine and its context, and plans as text."""
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -225,10 +226,11 @@ PLAN_SYNTAX = (
     "prefill_interval=N, marks=N+N; every=N is decode=N,prefill_interval=N"
 )
 """The syntax of `parse_plan`, for a help text."""
-_PLAN_NUMBERS = {
-    "every": ("decode", "prefill_interval"),
-    "decode": ("decode",),
-    "prefill_interval": ("prefill_interval",),
+_PLAN_VALUES = {
+    "decode": r"rolling|off|\d+",
+    "prefill_interval": r"\d+",
+    "marks": r"\d+(\s*\+\s*\d+)*",
+    "every": r"\d+",
 }
 
 
@@ -240,18 +242,13 @@ def parse_plan(spec: str) -> CheckpointPlan:
     """
     settings: dict[str, object] = {}
     for part in filter(None, (word.strip() for word in spec.split(","))):
-        name, _, text = part.partition("=")
-        name = name.strip()
-        numbers = [int(number) if number.strip().isdecimal() else None for number in text.split("+")]
-        value: object = numbers[0]
-        names = _PLAN_NUMBERS.get(name, ()) if len(numbers) == 1 and value is not None else ()
-        if name == "decode" and text in ("rolling", "off"):
-            names, value = (name,), text
-        elif name == "marks" and None not in numbers:
-            names, value = (name,), tuple(numbers)
-        if not names:
+        name, _, text = (word.strip() for word in part.partition("="))
+        if name not in _PLAN_VALUES or not re.fullmatch(_PLAN_VALUES[name], text):
             raise ValueError(f"plan has {part!r}; accepted: {PLAN_SYNTAX}")
-        for each in names:
+        value: object = int(text) if text.isdecimal() else text
+        if name == "marks":
+            value = tuple(map(int, text.split("+")))
+        for each in ("decode", "prefill_interval") if name == "every" else (name,):
             if each in settings:
                 raise ValueError(f"plan is {spec!r}; accepted: {each} once")
             settings[each] = value
@@ -264,7 +261,7 @@ def shown_plan(plan: CheckpointPlan) -> str:
     for each in fields(plan):
         value = getattr(plan, each.name)
         if each.name == "marks":
-            words += [f"{each.name}={'+'.join(map(str, value))}"] if value else []
-        elif value is not None:
+            value = "+".join(map(str, value)) or None
+        if value is not None:
             words.append(f"{each.name}={value}")
     return ",".join(words)
