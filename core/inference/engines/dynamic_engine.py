@@ -156,7 +156,7 @@ class DynamicInferenceEngine:
         self._request(request_id)
         result: RequestResult = self._apply("end", request_id, reason)
         self.core.unclaimed.pop(request_id, None)
-        self.core.observers.notify_ended()
+        self.core.notify_ended()
         return result
 
     def _request(self, request_id: int) -> DynamicInferenceRequest:
@@ -231,7 +231,7 @@ class DynamicInferenceEngine:
                 self._apply("end", request_id, reason)
             core.unclaimed.pop(request_id, None)
             core.to_cancel.popleft()
-        core.observers.notify_ended()
+        core.notify_ended()
 
     def settle(self) -> None:
         """As `ensure_usable`, but does nothing during a step, or where the engine is broken."""

@@ -257,7 +257,7 @@ class EngineCore:
             self._reset()
             self._complete()
             self.broken_by = None
-        self.observers.notify_ended()
+        self.notify_ended()
         self.weights_version = weights_version
         if allocated != self._context.memory.allocated:
             self.resume() if allocated else self.suspend()
@@ -271,7 +271,7 @@ class EngineCore:
         request.result = result = request.result_for(reason)
         if not request.owned:
             self.unclaimed[request.request_id] = result
-        self.observers.note_end(request, result)  # first: a repair restores what is still in `requests`
+        self._note_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
         if request.sampling.has_penalties:
             self.step_runner.logits_changes.release_row(request)
@@ -279,6 +279,15 @@ class EngineCore:
         if not self.requests:
             self.step_runner.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
+
+    def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
+        """Queue an end for the observers, who receive it unless it is undone before."""
+        if self.observers.known:
+            self.observers.ended.append((request, result))
+
+    def notify_ended(self) -> None:
+        if self.observers.ended:
+            self.observers.notify_ended()
 
     # ---- a step
 
@@ -353,7 +362,7 @@ class EngineCore:
     def _reset(self) -> None:
         for request in self.requests.values():
             request.result = result = request.result_for("reset")
-            self.observers.note_end(request, result)
+            self._note_end(request, result)
         for collection in (self.requests, self.unclaimed, self.reports, self.to_cancel):
             collection.clear()
         self.step_runner.clear()

@@ -87,14 +87,9 @@ class Observers:
             raise refused("observer", observer, "one that observes this engine")
         self.known = others
 
-    def note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
-        """Queue an end for `notify_ended`."""
-        if self.known:
-            self.ended.append((request, result))
-
     def notify_ended(self) -> None:
         """Notify of the requests that have ended since the last call, unless the end was undone."""
-        if not self.ended or self._notifying:  # an observer has called the engine: the outer call goes on
+        if self._notifying:  # an observer has called the engine: the outer call goes on
             return
         self._notifying = True
         try:
