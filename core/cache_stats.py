@@ -1,8 +1,7 @@
 """What became of every prompt token, and how full the pools are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import eq
 
 from .inference.contexts.cache.pool_stats import ComputeReason, PoolStats
 
@@ -19,15 +18,6 @@ class SpeculationStats:
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-
-    def with_decode(self, drafts: Sequence[int], tokens: Sequence[int]) -> "SpeculationStats":
-        """With one decode more, which generated `tokens`."""
-        return SpeculationStats(
-            self.num_decodes + 1,
-            self.num_tokens + len(tokens),
-            self.num_drafted + len(drafts),
-            self.num_accepted + sum(map(eq, drafts, tokens)),
-        )
 
     @property
     def acceptance(self) -> float:

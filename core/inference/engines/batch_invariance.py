@@ -128,30 +128,30 @@ def decide(
     refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
         check_replays(spec, wanted)
-        check_settings(spec, wanted)
-    except ValueError as error:
-        refusal = str(error)
-    refusal = next(filter(None, spec.groups.gather(refusal, spec.device)), "")
-    if refusal and config.batch_invariant:
-        raise ValueError(refusal)
-    try:
-        if not refusal and config.batch_invariant is None:
-            PoolSizes.of(wanted, spec)  # its errors are those of all ranks
+        check_settings(spec)
     except ValueError as error:
         refusal = str(error)
     try:
-        if not refusal:
-            return wanted, BatchInvariance(model, spec, wanted), ""
+        spec.groups.raise_first(refusal, spec.device)
+        PoolSizes.of(wanted, spec)  # its errors are those of all ranks
+    except ValueError as error:
+        return _off(config, error)
+    try:
+        return wanted, BatchInvariance(model, spec, wanted), ""
     except BatchVarianceError as error:
-        if config.batch_invariant:
-            raise
-        refusal = str(error)
-    reason = refusal.removeprefix(f"{SETTING}, and ").partition("; accepted")[0]
+        return _off(config, error)
+
+
+def _off(config: InferenceConfig, refusal: ValueError) -> tuple[InferenceConfig, None, str]:
+    """The answer of `decide` where the mode is refused; raises `refusal` where the mode is asked for."""
+    if config.batch_invariant:
+        raise refusal
+    reason = str(refusal).removeprefix(f"{SETTING}, and ").partition("; accepted")[0]
     return replace(config, batch_invariant=False), None, reason
 
 
-def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
-    """Raise a ValueError where a setting, the device or a dtype cannot keep bits. The message names it."""
+def check_settings(spec: HybridStateSpec) -> None:
+    """Raise a ValueError where the device, a dtype or the groups cannot keep bits. The message names it."""
     device, interpreted = spec.device, os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise ValueError(

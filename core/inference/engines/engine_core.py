@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import eq
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
@@ -299,13 +300,21 @@ class EngineCore:
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
             if self._drafter is not None and scheduled.decoding and request.request_id in tokens:
-                new = [generated.token for generated in tokens[request.request_id]]
-                self.speculation = self.speculation.with_decode(scheduled.drafts, new)
+                self._count_drafts(scheduled.drafts, [new.token for new in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(scheduled.request.request_id for scheduled in batch if scheduled.admits),
             finished=tuple(finished),
             tokens=tokens,
+        )
+
+    def _count_drafts(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
+        so_far = self.speculation
+        self.speculation = SpeculationStats(
+            so_far.num_decodes + 1,
+            so_far.num_tokens + len(tokens),
+            so_far.num_drafted + len(drafts),
+            so_far.num_accepted + sum(map(eq, drafts, tokens)),
         )
 
     # ---- repairs, each of which can be made any number of times
