@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ..contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
+from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import penalties
 
@@ -29,7 +29,7 @@ class _Counted:
 class _Changes:
     """What the rows of a step need on the device; the next step needs the same, if it `is_of` them."""
 
-    rows: list[tuple[DynamicInferenceRequest, bool]]  # its request, and whether it has its `min_tokens`
+    requests: list[tuple[DynamicInferenceRequest, bool]]  # of each row, and whether it has its `min_tokens`
     counted: list[tuple[int, _Counted]]  # of requests with penalties and without drafts, by their rows
     drawn: Tensor | None  # [2, counted]: these rows, and their rows of the counts
     penalties: tuple[Tensor, Tensor] | None  # [rows]: the row of the counts, or -1; [3, rows]: the factors
@@ -37,18 +37,21 @@ class _Changes:
     drafts: Tensor | None  # [2, drafts]: those places, and tokens
     biases: tuple[Tensor, Tensor] | None  # places in the logits, row by row, and what is added there
 
-    def is_of(self, batch: Batch) -> bool:
+    def is_of(self, rows: Sequence[Row]) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
         return (
-            not any(scheduled.drafts for scheduled in batch)
-            and [_row(scheduled, 0) for scheduled in batch] == self.rows
-            and all(counted.num_tokens == batch[row].answer_length for row, counted in self.counted)
+            not any(scheduled.drafts for scheduled, _ in rows)
+            and _requests(rows) == self.requests
+            and all(counted.num_tokens == rows[row][0].answer_length for row, counted in self.counted)
         )
 
 
-def _row(scheduled: ScheduledRequest, num_drafts: int) -> tuple[DynamicInferenceRequest, bool]:
-    is_free = scheduled.answer_length + num_drafts >= scheduled.request.sampling.min_tokens
-    return scheduled.request, is_free
+def _requests(rows: Sequence[Row]) -> list[tuple[DynamicInferenceRequest, bool]]:
+    """The request of each row, and whether it has its `min_tokens`."""
+    return [
+        (scheduled.request, scheduled.answer_length + number >= scheduled.request.sampling.min_tokens)
+        for scheduled, number in rows
+    ]
 
 
 class LogitsChanges:
@@ -68,12 +71,12 @@ class LogitsChanges:
 
             self._apply_penalties = penalize
 
-    def apply(self, batch: Batch, logits: Tensor) -> Tensor:
-        """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `batch`."""
+    def apply(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """The logits to draw from, a copy in float32 or float64."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
-        if changes is None or not changes.is_of(batch):
-            changes = self._listed(batch, logits.shape[1], dtype)
+        if changes is None or not changes.is_of(rows):
+            changes = self._listed(rows, logits.shape[1], dtype)
         if changes.penalties is not None:
             counts = self._counts
             if changes.copied is not None:
@@ -110,10 +113,9 @@ class LogitsChanges:
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _listed(self, batch: Batch, vocabulary: int, dtype: torch.dtype) -> _Changes:
-        rows = [(scheduled, number) for scheduled in batch for number in range(1 + len(scheduled.drafts))]
+    def _listed(self, rows: Sequence[Row], vocabulary: int, dtype: torch.dtype) -> _Changes:
         count_rows, factors = [-1] * len(rows), [(1.0, 0.0, 0.0)] * len(rows)
-        has_drafts = any(scheduled.drafts for scheduled in batch)
+        has_drafts = any(scheduled.drafts for scheduled, _ in rows)
         counted: list[tuple[int, _Counted]] = []
         copied: list[int] = []
         drafts: list[tuple[int, int]] = []
@@ -129,7 +131,7 @@ class LogitsChanges:
             copied.append(counts.row)
             factors[row] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
         return _Changes(
-            rows=[_row(scheduled, number) for scheduled, number in rows],
+            requests=_requests(rows),
             counted=counted,
             drawn=self._sent(_columns([(row, counts.row) for row, counts in counted])) if counted else None,
             penalties=(self._sent(count_rows), self._sent(_columns(factors), dtype)) if copied else None,
