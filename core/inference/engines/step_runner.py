@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import batched, repeat
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.reference import token_draws
 from .cuda_graphs import GraphRunner
+from .drafter import accepted_tokens
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges, Row
 from .model_protocol import Model
@@ -306,13 +307,3 @@ class Results:
             self._copied.synchronize()
         parts = torch.split(self._numbers, list(self._lengths.values()))
         return {name: part.tolist() for name, part in zip(self._lengths, parts, strict=True)}
-
-
-def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:
-    """New tokens: `drawn` up to the first token that differs from its draft or ends the answer."""
-    tokens: list[int] = []
-    for i, token in enumerate(drawn):
-        tokens.append(token)
-        if token in stops or i == len(drafts) or token != drafts[i]:
-            break
-    return tokens
