@@ -25,7 +25,7 @@ from .version import VERSION
 if TYPE_CHECKING:
     from . import hf as hf
     from . import models, testing, text
-    from .cache_stats import COMPUTE_REASONS, EngineStats, SpeculationStats
+    from .cache_stats import EngineStats, SpeculationStats
     from .config import InferenceConfig
     from .errors import EngineDeadError, KVBlockCapacityError, MambaSlotCapacityError, QueueFullError
     from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .inference.contexts.cache.hashing import PrefixHashChain
     from .inference.contexts.cache.kv_block_allocator import KVBlockAllocator
     from .inference.contexts.cache.paths import PathStep
+    from .inference.contexts.cache.pool_stats import COMPUTE_REASONS
     from .inference.contexts.cache.prefix_cache import PrefixCache
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
     from .inference.contexts.step_inputs import StepInputs

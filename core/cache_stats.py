@@ -3,12 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .inference.contexts.cache.pool_stats import COMPUTE_REASONS, ComputeReason, PoolStats, TierStats
-
-__all__ = [
-    "COMPUTE_REASONS", "ComputeReason", "CacheStats", "EngineStats", "PoolStats", "SpeculationStats",
-    "TierStats",
-]  # fmt: skip
+from .inference.contexts.cache.pool_stats import ComputeReason, PoolStats
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,10 @@ class InferenceConfig:
             unless these are encoded.
         total_gb: bytes of all pools together, in place of `num_kv_blocks` and `num_mamba_slots`. Live states
             are allocated first. Cached states, KV and inputs of decodes by replay share the rest, and the
-            borders move while the engine runs; encoded states have a fixed half. Ranks of a split model may
-            have different budgets. Where no pool has a size, 85 % of what is free on the GPU when
-            the engine is made, or half of what is free on a CPU, at most 16.
+            borders move while the engine runs; encoded states have a fixed half. They have at most 262,144
+            slots or blocks; a warning says what is not used. Ranks of a split model may have different
+            budgets. Where no pool has a size, 85 % of what is free on the GPU when the engine is made, or
+            half of what is free on a CPU, at most 16.
 
     Cache:
         enable_prefix_caching: match prompts with cached prefixes, and cache what is computed.

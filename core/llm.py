@@ -1,13 +1,14 @@
 """A model with its text and an engine of a size for this machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
+from .config import InferenceConfig
 from .engine_sizes import context_length, largest_fitting_config, served_dtype
 from .inference.contexts.request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -56,8 +57,14 @@ class LLM:
                 Example: `LLM("models/tiny-code", total_gb=0.5, max_requests=4)`.
 
         Raises:
+            TypeError: a setting is no field of `InferenceConfig`.
             ValueError: as of `load` and `largest_fitting_config`.
         """
+        accepted = [each.name for each in fields(InferenceConfig)]
+        if unknown := sorted(settings.keys() - accepted):
+            raise TypeError(
+                f"LLM has no setting {unknown[0]!r}; accepted: {', '.join(('device', 'dtype', *accepted))}"
+            )
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.loaded = load(folder_or_name, place, dtype or served_dtype(folder_or_name, place))
         spec = self.loaded.model.state_spec()

@@ -316,10 +316,12 @@ def mamba2_states(
     inputs = (
         InputTensor("ssm_x", (heads.count, head_dim), conv_dtype, "page"),
         InputTensor("ssm_B", (groups.count, state_dim), conv_dtype, "page"),
-        InputTensor("ssm_dt", (2, heads.count), _compute_dtype(conv_dtype), "by_head"),
+        InputTensor("ssm_dt", (2, heads.count), torch.promote_types(conv_dtype, torch.float32), "by_head"),
     )
-    inner = head_dim, state_dim
-    return window, _matrix("ssm", layers, heads, inner, ssm_dtype, grid, inputs, 1)
+    split = StateSplit(_part(layers), (StateSegment(heads),))
+    shape = heads.count, head_dim, state_dim
+    ssm = StateTensor("ssm", split.layers.count, shape, ssm_dtype, grid, split, inputs, "int8", 1)
+    return window, ssm
 
 
 def gated_delta_net_states(
@@ -341,7 +343,7 @@ def gated_delta_net_states(
     keys = StateSegment(key_heads, key_dim)
     channels = keys, keys, StateSegment(value_heads, value_dim)
     window = _window("gdn_conv", layers, channels, conv_kernel, conv_dtype)
-    gates = _compute_dtype(conv_dtype)
+    gates = torch.promote_types(conv_dtype, torch.float32)
     inputs = [
         InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype, "page"),
         InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype, "page"),
@@ -351,10 +353,14 @@ def gated_delta_net_states(
     if conv_dtype.itemsize == 2:
         # New values, and the inverse of a chunk's triangular system in blocks on and below its diagonal.
         inputs.append(InputTensor("delta_new_v", (value_heads.count, value_dim), conv_dtype, "page"))
-        shape = value_heads.count, (grid + 16) // 2
-        inputs.append(InputTensor("delta_inverse", shape, torch.float32, "by_head"))
-    inner = key_dim, value_dim
-    return window, _matrix("delta", layers, value_heads, inner, state_dtype, grid, tuple(inputs), 2)
+        blocks = value_heads.count, (grid + 16) // 2
+        inputs.append(InputTensor("delta_inverse", blocks, torch.float32, "by_head"))
+    split = StateSplit(_part(layers), (StateSegment(value_heads),))
+    shape = value_heads.count, key_dim, value_dim
+    delta = StateTensor(
+        "delta", split.layers.count, shape, state_dtype, grid, split, tuple(inputs), "int8", 2
+    )
+    return window, delta
 
 
 def short_conv_states(
@@ -374,26 +380,6 @@ def _window(
     ring = InputTensor(f"{name}_in", (channels,), dtype, "ring", taps=conv_kernel)
     shape = channels, conv_kernel - 1
     return StateTensor(name, split.layers.count, shape, dtype, 1, split, (ring,), "bfloat16")
-
-
-def _matrix(
-    name: str,
-    layers: Count,
-    heads: Part,
-    inner: tuple[int, int],
-    dtype: torch.dtype,
-    grid: int,
-    inputs: tuple[InputTensor, ...],
-    scale_axis: int,
-) -> StateTensor:
-    """The matrices of a scan, one for each head."""
-    split = StateSplit(_part(layers), (StateSegment(heads),))
-    shape = heads.count, *inner
-    return StateTensor(name, split.layers.count, shape, dtype, grid, split, inputs, "int8", scale_axis)
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _part(count: Count) -> Part:

@@ -28,18 +28,15 @@ _LONGEST_SHOWN = 8  # items of a tuple or a mapping that `brief_repr` writes out
 
 
 def integer(
-    name: str, value: object, minimum: int | None = None, maximum: int | None = None, also: str = ""
+    name: str, value: object, minimum: float = -_INFINITY, maximum: float = _INFINITY, also: str = ""
 ) -> int:
     """`value` as an int within [minimum, maximum], or a ValueError that says what is accepted, `also` too."""
     number = value if type(value) is int else _index(value)
-    low, high = -_INFINITY if minimum is None else minimum, _INFINITY if maximum is None else maximum
-    if number is not None and low <= number <= high:
+    if number is not None and minimum <= number <= maximum:
         return number
-    bounds = f"an integer from {low} to {high}"
-    if maximum is None:
-        bounds = "an integer" if minimum is None else f"an integer >= {low}"
-    elif minimum is None:
-        bounds = f"an integer <= {high}"
+    bounds = f"an integer from {minimum} to {maximum}"
+    if maximum == _INFINITY:
+        bounds = "an integer" if minimum == -_INFINITY else f"an integer >= {minimum}"
     raise ValueError(f"{name} is {shown(value)}; accepted: {also + ', or ' if also else ''}{bounds}")
 
 
@@ -89,7 +86,7 @@ def check_fields(
 # ---- lists of integers
 
 
-def integers(name: str, values: object, minimum: int | None = None, maximum: int | None = None) -> list[int]:
+def integers(name: str, values: object, minimum: float = -_INFINITY, maximum: float = _INFINITY) -> list[int]:
     """A list of ints within [minimum, maximum] from an ordered iterable or a 1-D integer tensor."""
     if is_tensor(values):
         tensor: Any = values
@@ -99,8 +96,7 @@ def integers(name: str, values: object, minimum: int | None = None, maximum: int
     result = list(values) if type(values) is list else as_list(values)
     if result is None:
         raise ValueError(f"{name} is {shown(values)}; accepted: a list of integers or a 1-D integer tensor")
-    low, high = -_INFINITY if minimum is None else minimum, _INFINITY if maximum is None else maximum
-    if not result or (set(map(type, result)) == {int} and low <= min(result) and max(result) <= high):
+    if not result or (set(map(type, result)) == {int} and minimum <= min(result) and max(result) <= maximum):
         return result
     return [integer(f"{name}[{i}]", value, minimum, maximum) for i, value in enumerate(result)]
 

@@ -124,7 +124,7 @@ class HostStats:
         num_requests: requests that were added; one that is evicted and restarts is added twice.
         num_hits: chunks that resumed from a state.
         num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
-        computed_by_reason: why tokens were computed; see `cache_stats.COMPUTE_REASONS`.
+        computed_by_reason: why tokens were computed; see `COMPUTE_REASONS`.
         num_dropped_checkpoints: planned boundaries whose states could not be stored.
     """
 

@@ -63,6 +63,14 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
         ms.LLM(MODEL, num_mamba_slots=4)
 
 
+def test_an_unknown_setting_is_refused_before_the_model_is_loaded() -> None:
+    said = (
+        r"^LLM has no setting 'bogus'; accepted: device, dtype, block_size_tokens, max_requests, .*total_gb"
+    )
+    with pytest.raises(TypeError, match=said):
+        ms.LLM("no such folder", bogus=1)
+
+
 def test_no_messages_are_refused(llm: ms.LLM) -> None:
     with pytest.raises(ValueError, match="messages is empty; accepted: one message or more"):
         llm.chat([])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import mambaslots as ms
 import pytest
-from mambaslots.cache_stats import ComputeReason
+from mambaslots.inference.contexts.cache.pool_stats import ComputeReason
 from mambaslots.inference.contexts.request import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults
 from mambaslots.text.codec import MarkedPrompt

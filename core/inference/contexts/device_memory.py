@@ -205,34 +205,41 @@ class DeviceMemory:
         if self._units is not None:
             self._units[unit].zero_()
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pools, allocated or not."""
+        pool, durable, total = self.state_pool, self.durable_pool, input_bytes(self._input_shapes)
+        if durable is not pool:
+            total += durable.num_durable * durable.slot_bytes
+        if self._division is not None:
+            return total + self._division.total_bytes(self._sizes)
+        return total + pool.num_slots * self._sizes.slot + self._num_kv_blocks * self._sizes.block
+
     def summary(self) -> str:
         """One line that says the bytes of each pool, allocated or not."""
         pool, durable, division = self.state_pool, self.durable_pool, self._division
         state, kv = self._sizes.slot / MEBIBYTE, self._num_kv_blocks * self._sizes.block / MEBIBYTE
         blocks = f"blocks of {self._block_size} tokens"
-        inputs = total = input_bytes(self._input_shapes) / MEBIBYTE
         parts = [f"live states {pool.num_live} x {state:.3g} MiB"]
         if durable is not pool:
-            total += durable.num_durable * durable.slot_bytes / MEBIBYTE
             parts.append(f"staged states {pool.num_durable} x {state:.3g} MiB")
         if self._input_shapes:
+            inputs = input_bytes(self._input_shapes) / MEBIBYTE
             num_rows = next(iter(self._input_shapes.values()))[0][1]
             parts.append(f"inputs of running requests {num_rows} x {inputs / num_rows:.3g} MiB")
             if self._pages.tokens:
                 parts[-1] += f", and a KV block for each {self._pages.tokens} tokens of a chunk"
         if division is None:
-            total += pool.num_slots * state + kv
             idle = ", and the live ones of idle rows" if pool.is_shared else ""
             size = f"{durable.slot_bytes / MEBIBYTE:.3g} MiB"
             parts.append(f"cached states {durable.num_durable} x {size}{idle}")
             parts.append(f"KV {self._num_kv_blocks} {blocks}, {kv:.3g} MiB")
         else:
-            total += division.total_bytes(self._sizes) / MEBIBYTE
             unit = division.shape.unit_bytes(self._sizes) / MEBIBYTE
             parts.append(
                 f"cached states and KV share {division.num_units:,} units of {unit:.3g} MiB, each of "
                 f"{division.shape.slots} x {state:.3g} MiB or {division.shape.blocks} {blocks}"
             )
         on = f"on {self._spec.device}{'' if self.allocated else ', freed now'}"
-        parts.append(f"total {total:,.1f} MiB {on}")
+        parts.append(f"total {self.total_bytes / MEBIBYTE:,.1f} MiB {on}")
         return f"mambaslots: {'; '.join(parts)}"

@@ -15,7 +15,7 @@ from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
-from .pool_sizes import PoolSizes, with_total_gb
+from .pool_sizes import GIGABYTE, PoolSizes, with_total_gb
 from .request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
 from .states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
@@ -73,6 +73,14 @@ class DynamicInferenceContext:
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
         logger.info(self.memory.summary())
+        if sizes.division is not None and sizes.division.has_all_numbers:
+            logger.warning(
+                "total_gb is %.3g, of which the pools use %.3g: there are %d slots or blocks at most; a "
+                "larger block_size_tokens uses more",
+                config.total_gb,
+                memory.total_bytes / GIGABYTE,
+                max(sizes.num_mamba_slots, sizes.num_kv_blocks),
+            )
 
     def __repr__(self) -> str:
         """One line: device, rows, and how full the pools are."""

@@ -1,11 +1,14 @@
 """Which request advances in a step, how the step runs, and how an answer reaches its reader.
 
 An engine has a context (rows, memory, the cache) and an `EngineCore`: the requests and their results. The
-core has a scheduler, a `StepRunner` and the observers. Whatever changes a request or the cache is a method
-of the core, and runs inside `EngineCore.changing`; `resume` has nothing to undo.
+core has a scheduler, a `StepRunner` and the observers. A call that changes a request or the cache passes
+through both classes: the engine checks its arguments and makes one call of the core (`CoreCall`), which runs
+inside `EngineCore.changing`; `resume` has nothing to undo. So a failed call is undone in one place, and a
+`LeadingEngine` makes the core's calls, and no others, on all ranks. Calls that only read are the engine's.
 
 dynamic_engine, arguments           the engine's calls; new requests from their arguments, checked here alone
 engine_core                         the calls that change an engine; undo of one that failed
+engine_description                  what serves the model, as an operator reads it
 scheduler, drafter                  which requests advance; guesses at their next tokens
 step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
 logits_changes                      penalties, biases

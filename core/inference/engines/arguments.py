@@ -34,13 +34,13 @@ class RequestFactory:
 
     def new_request(
         self,
+        name: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        cache_salt: Salt = None,
-        checkpoint_plan: CheckpointPlan | None = None,
-        name: str = "prompt",
+        sampling_params: SamplingParams | None,
+        cache_salt: Salt,
+        checkpoint_plan: CheckpointPlan | None,
     ) -> DynamicInferenceRequest:
-        """A request without an id and a seed; a ValueError where it can never run."""
+        """A request without an id and a seed; a ValueError that names the prompt where it can never run."""
         vocab_size = self._context.spec.vocab_size
         tokens = checked_prompt(name, prompt, vocab_size)
         if not tokens:
@@ -149,18 +149,27 @@ def request_seed(sampling: SamplingParams, engine_seed: int, request_id: int) ->
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def named_prompts(prompts: Iterable[Prompt], name: str = "prompts") -> list[tuple[str, Any]]:
-    """Each prompt with its name in messages, as "prompts[1]"; `name` is in the plural."""
+def prompts_with(noun: str, prompts: Iterable[Prompt], **values: Any) -> list[tuple[Any, ...]]:
+    """Each prompt with its entry of each of `values`. `noun`: what messages call a prompt.
+
+    A list or tuple in `values` has one entry for each prompt; another value is that of all prompts.
+    """
     listed = as_list(prompts)
     if listed is None or (listed and all(map(_is_number, listed))):
         found = shown(prompts) if listed is None else f"a list of {len(listed)} token ids"
         raise ValueError(
-            f"{name} is {found}; accepted: a list of {name}, each a list of token ids: tokenize text first, "
-            f"and pass [{name[:-1]}] for one"
+            f"{noun}s is {found}; accepted: a list of {noun}s, each a list of token ids: tokenize text "
+            f"first, and pass [{noun}] for one"
         )
-    if len(listed) == 1:
-        return [(name[:-1], listed[0])]
-    return [(f"{name}[{index}]", prompt) for index, prompt in enumerate(listed)]
+    columns = [listed]
+    for name, value in values.items():
+        column = value if isinstance(value, (list, tuple)) else [value] * len(listed)
+        if len(column) != len(listed):
+            raise ValueError(
+                f"{name} has {len(column)} entries; accepted: one for all, or {len(listed)}, one a {noun}"
+            )
+        columns.append(list(column))
+    return list(zip(*columns, strict=True))
 
 
 def _is_number(value: object) -> bool:
@@ -188,31 +197,19 @@ def checked_drafter(drafter: Drafter | None, num_speculative_tokens: int) -> Dra
     return drafter
 
 
-def one_each(name: str, value: Any, count: int, noun: str = "prompt") -> list[Any]:
-    """`count` values: the entries of a list or tuple, or `value` repeated."""
-    if isinstance(value, (list, tuple)):
-        if len(value) != count:
-            raise ValueError(
-                f"{name} has {len(value)} entries; accepted: one for all, or {count}, one a {noun}"
-            )
-        return list(value)
-    return [value] * count
-
-
 def agreed_salt_key(
     setting: bytes | str | None, groups: ParallelGroups, device: torch.device | None = None
 ) -> SaltKey:
     """The salt key of the configuration, the environment or a draw, the same on every rank: a collective."""
-    key, failure = None, ""
+    key, refusal = None, ""
     try:
         key = given_key(setting, os.environ)
     except ValueError as error:
-        failure = str(error)
-    shared = (failure, None if key is None else SaltKey(key).key_id)
-    of_ranks = groups.gather(shared, device)
-    failures = [failure for failure, _ in of_ranks if failure]
-    if failures:
-        raise ValueError(failures[0])
+        refusal = str(error)
+    own = refusal, None if key is None else SaltKey(key).key_id
+    of_ranks = groups.gather(own, device)
+    if refusals := [refusal for refusal, _ in of_ranks if refusal]:
+        raise ValueError(refusals[0])
     key_ids = [key_id for _, key_id in of_ranks]
     if len(set(key_ids)) > 1:
         raise ValueError(

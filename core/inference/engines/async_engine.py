@@ -150,10 +150,8 @@ class AsyncEngine:
         """Wait until no answer is open, and the engine has got and cancelled those whose tasks have gone."""
         await self._none_open.wait()
         if not thread.ended.done():
-            reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            thread.post(self._engine.settle, reply)
             with suppress(Exception):  # of an engine that no step is made of any more
-                await reply
+                await thread.make(self._engine.settle)
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -217,7 +215,6 @@ class AsyncEngine:
             "cache_salt": cache_salt,
             "checkpoint_plan": checkpoint_plan,
         }
-        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_sent += 1
         try:
             try:
@@ -228,11 +225,9 @@ class AsyncEngine:
             except BaseException:
                 self._num_sent -= 1
                 raise
-            thread.post(partial(thread.add, answer, arguments), reply)
-            await reply
+            await thread.make(partial(thread.add, answer, arguments))
             return TokenStream(answer)
         except BaseException:
-            reply.cancel()
             thread.post_cancel(answer)  # the engine may have the request by now
             self._remove(answer)
             raise
@@ -274,9 +269,7 @@ class AsyncEngine:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise refused("function", function, "a function of the engine, no coroutine")
         thread = self._usable("call")
-        reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        thread.post(partial(thread.call, function), reply)
-        return await reply
+        return await thread.make(partial(thread.call, function))
 
     def _remove(self, answer: Answer) -> None:
         """Remove an answer that has ended, if it is known."""

@@ -18,7 +18,7 @@ from ..contexts.pool_sizes import PoolSizes, with_total_gb
 from ..kernels import attention
 from . import forward_check, product_check
 from .dummy_steps import DummySteps
-from .invariance_stamp import InvarianceStamp
+from .invariance_stamp import read_stamp, stamp_of, write_stamp
 from .model_protocol import Model
 from .product_check import BatchVarianceError
 
@@ -78,26 +78,24 @@ class BatchInvariance:
 
     def _check_once(self, model: Model, config: InferenceConfig) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
-        stamp = InvarianceStamp.of(model, self._spec, config)
-        self.products = stamp.read()
+        stamp = stamp_of(model, self._spec, config)
+        self.products = read_stamp(stamp)
         self.was_checked_before = all(self._spec.groups.gather(bool(self.products), self._spec.device))
         if not self.was_checked_before:
             self._check(model, config)
-            stamp.write(self.products)
+            if stamp is not None:
+                write_stamp(stamp, self.products)
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
-        self._raise_of_any_rank(lambda: self._check_parts(model, config))
-        self._raise_of_any_rank(lambda: self._check_forwards(model, config))
+        for check in (self._check_parts, self._check_forwards):
+            refusal = ""
+            try:
+                check(model, config)
+            except BatchVarianceError as error:
+                refusal = str(error)
+            self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
         self.check_switches()
-
-    def _raise_of_any_rank(self, check: Callable[[], None]) -> None:
-        refusal = ""
-        try:
-            check()
-        except BatchVarianceError as error:
-            refusal = str(error)
-        self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = product_check.record_products(model, self._spec, config)
@@ -130,30 +128,30 @@ def decide(
     refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
         check_replays(spec, wanted)
-        check_settings(spec, wanted)
-    except ValueError as error:
-        refusal = str(error)
-    refusal = next(filter(None, spec.groups.gather(refusal, spec.device)), "")
-    if refusal and config.batch_invariant:
-        raise ValueError(refusal)
-    try:
-        if not refusal and config.batch_invariant is None:
-            PoolSizes.of(wanted, spec)  # its errors are those of all ranks
+        check_settings(spec)
     except ValueError as error:
         refusal = str(error)
     try:
-        if not refusal:
-            return wanted, BatchInvariance(model, spec, wanted), ""
+        spec.groups.raise_first(refusal, spec.device)
+        PoolSizes.of(wanted, spec)  # its errors are those of all ranks
+    except ValueError as error:
+        return _off(config, error)
+    try:
+        return wanted, BatchInvariance(model, spec, wanted), ""
     except BatchVarianceError as error:
-        if config.batch_invariant:
-            raise
-        refusal = str(error)
-    reason = refusal.removeprefix(f"{SETTING}, and ").partition("; accepted")[0]
+        return _off(config, error)
+
+
+def _off(config: InferenceConfig, refusal: ValueError) -> tuple[InferenceConfig, None, str]:
+    """The answer of `decide` where the mode is refused; raises `refusal` where the mode is asked for."""
+    if config.batch_invariant:
+        raise refusal
+    reason = str(refusal).removeprefix(f"{SETTING}, and ").partition("; accepted")[0]
     return replace(config, batch_invariant=False), None, reason
 
 
-def check_settings(spec: HybridStateSpec, config: InferenceConfig) -> None:
-    """Raise a ValueError where a setting, the device or a dtype cannot keep bits. The message names it."""
+def check_settings(spec: HybridStateSpec) -> None:
+    """Raise a ValueError where the device, a dtype or the groups cannot keep bits. The message names it."""
     device, interpreted = spec.device, os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Guesses at a request's next tokens, for the model to verify."""
+"""Guesses at a request's next tokens, and which of them the model's tokens confirm."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -94,3 +94,13 @@ class _LastTokens(NamedTuple):
 
     first: int
     ids: array[int]
+
+
+def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:
+    """New tokens: `drawn` up to the first token that differs from its draft or ends the answer."""
+    tokens: list[int] = []
+    for i, token in enumerate(drawn):
+        tokens.append(token)
+        if token in stops or i == len(drafts) or token != drafts[i]:
+            break
+    return tokens

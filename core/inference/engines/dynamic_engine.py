@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
-import torch
-
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
 from ...progress import ProgressBar
@@ -18,10 +16,10 @@ from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.pool_sizes import with_total_gb
 from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
-from ..kernels.kernel_set import kernel_set
-from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, named_prompts, one_each
+from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, prompts_with
 from .drafter import Drafter
 from .engine_core import CoreCall, EngineCore
+from .engine_description import description_of
 from .engine_observer import EngineObserver, StepReport
 from .model_protocol import Model
 from .streams import RequestSource, TokenStream
@@ -68,19 +66,21 @@ class DynamicInferenceEngine:
         drafter = checked_drafter(drafter, config.num_speculative_tokens)
         spec, invariance = model.state_spec(), None
         spec.groups.check_device(spec.device)
-        self._why_not_invariant = config.why_not_invariant(spec.device)
-        if self._why_not_invariant is None:
+        why_not = config.why_not_invariant(spec.device)
+        if why_not is None:
             from . import batch_invariance  # here, because it imports triton by way of torch
 
-            config, invariance, self._why_not_invariant = batch_invariance.decide(model, spec, config)
+            config, invariance, why_not = batch_invariance.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
+        off = f"batch invariance: off, because {why_not}; answers may depend on the batch"
+        self._promise = (off,) if invariance is None else invariance.describe()
         self.config = config = with_total_gb(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.core = EngineCore(self.context, drafter, invariance)
-        logger.info(self._describe_promise()[0])
+        logger.info(self._promise[0])
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
@@ -129,7 +129,7 @@ class DynamicInferenceEngine:
             self.ensure_usable("add_request")
         else:
             self.core.check_not_broken()
-        request = self.factory.new_request(*arguments)
+        request = self.factory.new_request("prompt", *arguments)
         self.factory.assign_id(request, is_users=True, owned=owned)
         return request
 
@@ -279,14 +279,17 @@ class DynamicInferenceEngine:
         Returns:
             The results, in the order of the prompts.
         """
-        listed = named_prompts(prompts)
-        params = one_each("sampling_params", sampling_params, len(listed))
-        salts = one_each("cache_salt", cache_salt, len(listed))
-        plans = one_each("checkpoint_plan", checkpoint_plan, len(listed))
+        rows = prompts_with(
+            "prompt",
+            prompts,
+            sampling_params=sampling_params,
+            cache_salt=cache_salt,
+            checkpoint_plan=checkpoint_plan,
+        )
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
-            self.factory.new_request(prompt, sampling, salt, plan, name)
-            for (name, prompt), sampling, salt, plan in zip(listed, params, salts, plans, strict=True)
+            self.factory.new_request("prompt" if len(rows) == 1 else f"prompts[{i}]", *row)
+            for i, row in enumerate(rows)
         ]
         return self._serve(requests, progress)
 
@@ -317,16 +320,11 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: a sequence can never run, or has no token at `start`.
         """
-        listed = named_prompts(sequences, "sequences")
-        starts = one_each("start", start, len(listed), "sequence")
-        salts = one_each("cache_salt", cache_salt, len(listed), "sequence")
-        plans = one_each("checkpoint_plan", checkpoint_plan, len(listed), "sequence")
+        rows = prompts_with(
+            "sequence", sequences, start=start, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
+        )
         self.ensure_allocated("score")
-        arguments = zip(listed, starts, salts, plans, strict=True)
-        requests = [
-            self.factory.new_sequence(f"sequences[{i}]", sequence, first, salt, plan)
-            for i, ((_, sequence), first, salt, plan) in enumerate(arguments)
-        ]
+        requests = [self.factory.new_sequence(f"sequences[{i}]", *row) for i, row in enumerate(rows)]
         results = self._serve(requests, progress, is_users=False)
         return [
             ScoreResult(
@@ -414,7 +412,7 @@ class DynamicInferenceEngine:
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
             once, plan = SamplingParams(max_tokens=1), CheckpointPlan(marks=(whole,))
-            request = self.factory.new_request(prefix[:whole], once, cache_salt, plan)
+            request = self.factory.new_request("prompt", prefix[:whole], once, cache_salt, plan)
             self._serve([request], is_users=False)
         return cache.resumable_tokens(chain)
 
@@ -497,46 +495,19 @@ class DynamicInferenceEngine:
         """
         if settle:
             self.settle()
-        return self.core.stats()
+        core, scheduler = self.core, self.core.scheduler
+        return EngineStats(
+            cache=self.context.cache_stats(),
+            speculation=core.speculation,
+            num_running=len(scheduler.running),
+            num_paused=scheduler.num_paused,
+            num_waiting=len(scheduler.waiting),
+            num_rebuilds=core.num_rebuilds,
+        )
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        config, spec, tier = self.config, self.context.spec, self.context.prefix_cache.tier
-        graphs = self.core.step_runner.graphs
-        device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
-        steps = "launched before the tokens of the step before are read"
-        if (because := config.why_steps_wait(spec.device)) is not None:
-            steps = f"wait for the tokens of the step before, because of {because}"
-        decodes = "update a state at each token"
-        if not any(tensor.num_layers for tensor in spec.states):
-            decodes = "the model has no states"
-        elif config.decodes_by_replay:
-            chunk = spec.chunk_tokens(config.block_size_tokens)
-            decodes = f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"
-        captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
-        evicted = "are dropped; host_cache_gb keeps them in host memory"
-        if tier is not None:
-            files, back = "", f"{tier.min_tokens} tokens"
-            if tier.files.num_slots:
-                files = f", {tier.files.num_slots} in files"
-                back += f", from a file {tier.min_tokens_from_file}"
-            evicted = (
-                f"{tier.host.num_slots} in host memory{files}; come back where that saves at least {back}"
-            )
-        lines = (
-            f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",
-            *kernel_set(spec.device, spec.kv_dtype).describe(spec),
-            f"CUDA graphs: {captured if graphs is None else graphs.describe()}",
-            f"decode steps: {steps}",
-            f"decodes: {decodes}",
-            f"evicted states: {evicted}",
-        )
-        return "\n".join((*lines, *self._describe_promise()))
-
-    def _describe_promise(self) -> tuple[str, ...]:
-        if self.core.step_runner.invariance is not None:
-            return self.core.step_runner.invariance.describe()
-        return (f"batch invariance: off, because {self._why_not_invariant}; answers may depend on the batch",)
+        return "\n".join((*description_of(self.context, self.core.step_runner.graphs), *self._promise))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""

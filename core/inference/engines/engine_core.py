@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ...cache_stats import EngineStats, SpeculationStats
+from ...cache_stats import SpeculationStats
 from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
+from ..contexts.request import Batch, DynamicInferenceRequest
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
 from .model_protocol import Model
@@ -132,19 +132,6 @@ class EngineCore:
             finally:
                 self._in_change = False
 
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Inside, a step is made; an error undoes it. Only requests may be added meanwhile."""
-        self.scheduler.admitted = {}
-        num_tokens = {request: len(request.tokens) for request in self.scheduler.running}
-        undo = partial(self._undo_step, num_tokens, self.speculation, len(self.reports))
-        with self.changing(repair=undo):
-            self.stepping = True
-            try:
-                yield
-            finally:
-                self.stepping = False
-
     def _complete(self) -> None:
         if self._context.config.free_memory == "zero":
             self._context.memory.scrubber.scrub()
@@ -209,13 +196,20 @@ class EngineCore:
     def step(self, model: Model, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step. `reports`: append its report. `claims_results`: claim its results."""
         begun_s = time.perf_counter()
-        with self._in_step(), self._on_device:
-            batch, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
-            report = self._end_step(batch, tokens, invalid)
-            if reports:
-                for result in report.finished if claims_results else ():
-                    self.unclaimed.pop(result.request_id, None)
-                self.reports.append(report)
+        self.scheduler.admitted = {}
+        num_tokens = {request: len(request.tokens) for request in self.scheduler.running}
+        undo = partial(self._undo_step, num_tokens, self.speculation, len(self.reports))
+        with self.changing(repair=undo), self._on_device:
+            self.stepping = True  # only requests may be added meanwhile
+            try:
+                batch, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
+                report = self._end_step(batch, tokens, invalid)
+                if reports:
+                    for result in report.finished if claims_results else ():
+                        self.unclaimed.pop(result.request_id, None)
+                    self.reports.append(report)
+            finally:
+                self.stepping = False
         self.scheduler.admitted = {}
         if self.observers.known:
             for scheduled in batch:
@@ -274,7 +268,7 @@ class EngineCore:
             self._context.reset_prefix_cache()
 
     def _end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:
-        """End a request inside `changing` or `_in_step`."""
+        """End a request inside `changing`."""
         request.result = result = request.result_for(reason)
         if not request.owned:
             self.unclaimed[request.request_id] = result
@@ -306,7 +300,7 @@ class EngineCore:
             if reason is not None and request.result is None:  # of a step ahead, requests may have ended
                 reasons.setdefault(request.request_id, reason)
             if self._drafter is not None and scheduled.decoding and request.request_id in tokens:
-                self._count_drafts(scheduled, [generated.token for generated in tokens[request.request_id]])
+                self._count_drafts(scheduled.drafts, [new.token for new in tokens[request.request_id]])
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(scheduled.request.request_id for scheduled in batch if scheduled.admits),
@@ -314,13 +308,13 @@ class EngineCore:
             tokens=tokens,
         )
 
-    def _count_drafts(self, scheduled: ScheduledRequest, new: Sequence[int]) -> None:
+    def _count_drafts(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         so_far = self.speculation
         self.speculation = SpeculationStats(
             so_far.num_decodes + 1,
-            so_far.num_tokens + len(new),
-            so_far.num_drafted + len(scheduled.drafts),
-            so_far.num_accepted + sum(map(eq, scheduled.drafts, new)),
+            so_far.num_tokens + len(tokens),
+            so_far.num_drafted + len(drafts),
+            so_far.num_accepted + sum(map(eq, drafts, tokens)),
         )
 
     # ---- repairs, each of which can be made any number of times
@@ -385,16 +379,6 @@ class EngineCore:
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self._context.reset()
-
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            cache=self._context.cache_stats(),
-            speculation=self.speculation,
-            num_running=len(self.scheduler.running),
-            num_paused=self.scheduler.num_paused,
-            num_waiting=len(self.scheduler.waiting),
-            num_rebuilds=self.num_rebuilds,
-        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory contradict each other."""

@@ -71,17 +71,23 @@ class EngineThread(Thread):
             _running_threads.discard(self)
             raise
 
-    def post(self, call: Callable[[], object], reply: "asyncio.Future[Any] | None" = None) -> None:
-        """Make a call after the present step, in the order of the posts; what comes of it goes to `reply`."""
+    async def make[T](self, call: Callable[[], T]) -> T:
+        """In the loop: post a call, and wait for what it returns or raises."""
+        reply: asyncio.Future[T] = self._loop.create_future()
         self._calls.put((call, reply))
+        return await reply
+
+    def _post(self, call: Callable[[], object]) -> None:
+        """Make a call after the present step, in the order of the posts."""
+        self._calls.put((call, None))
 
     def post_cancel(self, answer: Answer, reason: EarlyEnd = "cancelled") -> None:
         """End an answer's request after the present step, unless the request has ended."""
-        self.post(partial(self._cancel, answer, reason))
+        self._post(partial(self._cancel, answer, reason))
 
     def post_stop(self) -> None:
         """End the thread after the present step, and cancel the requests that have not ended."""
-        self.post(self._stop)
+        self._post(self._stop)
 
     # ---- calls that are posted
 
@@ -94,7 +100,7 @@ class EngineThread(Thread):
         answer.request_id = stream.request_id
         self._streams[stream.request_id] = answer, stream
 
-    def call(self, function: Callable[[DynamicInferenceEngine], object]) -> object:
+    def call[T](self, function: Callable[[DynamicInferenceEngine], T]) -> T:
         """Call a function that may do anything with the engine: add and end requests, make steps."""
         try:
             return function(self._engine)

@@ -17,54 +17,50 @@ from ...state_spec import HybridStateSpec
 from .model_protocol import Model
 
 
-class InvarianceStamp:
-    """A file that says that a model has passed the check on this machine, with these versions and sizes."""
+def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Path | None:
+    """The file that says that a model has passed on this machine, with these versions and sizes.
 
-    def __init__(self, path: Path | None) -> None:
-        """`path`: None for a model that does not name its weights: each start checks it."""
-        self._path = path
+    Its name is a hash of all that the check depends on: shapes, but not the values of weights. None for a
+    model that does not name its weights: each start checks it.
+    """
+    module = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
+    if not isinstance(module, torch.nn.Module):
+        return None
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    try:
+        files = {inspect.getfile(kind) for kind in {type(model), *map(type, module.modules())}}
+        sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
+        written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except (OSError, TypeError, RuntimeError):  # a class of no file, or a user without a home
+        return None
+    depends = (
+        torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device), _packages(),
+        sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)), written,
+        [(field.name, getattr(spec, field.name)) for field in fields(spec) if field.name != "groups"],
+        spec.groups.tensor_size, [(name, own.shape, own.stride(), own.dtype) for name, own in tensors],
+        config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
+        config.num_speculative_tokens,
+    )  # fmt: skip
+    digest = hashlib.sha256(repr(depends).encode()).hexdigest()
+    return folder / "mambaslots" / "batch_invariance" / f"{digest}.json"
 
-    @classmethod
-    def of(cls, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> "InvarianceStamp":
-        """By all that the check depends on: shapes, but not the values of weights."""
-        module = model if isinstance(model, torch.nn.Module) else getattr(model, "model", None)
-        if not isinstance(module, torch.nn.Module):
-            return cls(None)
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        try:
-            files = {inspect.getfile(kind) for kind in {type(model), *map(type, module.modules())}}
-            sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
-            written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        except (OSError, TypeError, RuntimeError):  # a class of no file, or a user without a home
-            return cls(None)
-        depends = (
-            torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(spec.device), _packages(),
-            sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)), written,
-            [(field.name, getattr(spec, field.name)) for field in fields(spec) if field.name != "groups"],
-            spec.groups.tensor_size, [(name, own.shape, own.stride(), own.dtype) for name, own in tensors],
-            config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
-            config.num_speculative_tokens,
-        )  # fmt: skip
-        digest = hashlib.sha256(repr(depends).encode()).hexdigest()
-        return cls(folder / "mambaslots" / "batch_invariance" / f"{digest}.json")
 
-    def read(self) -> tuple[str, ...]:
-        """The products that were compared; none without a file that can be read."""
-        try:
-            found = None if self._path is None else json.loads(read_regular(self._path))
-        except (OSError, ValueError):
-            return ()
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+def read_stamp(stamp: Path | None) -> tuple[str, ...]:
+    """The products that were compared; none without a file that can be read."""
+    try:
+        found = None if stamp is None else json.loads(read_regular(stamp))
+    except (OSError, ValueError):
+        return ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
-    def write(self, products: tuple[str, ...]) -> None:
-        """Note that the check has passed; without a directory to write to, the next start checks again."""
-        if self._path is None:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path) as draft:
-                draft.write_text(json.dumps(products))
+
+def write_stamp(stamp: Path, products: tuple[str, ...]) -> None:
+    """Note that the check has passed; without a directory to write to, the next start checks again."""
+    with suppress(OSError):
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(stamp) as draft:
+            draft.write_text(json.dumps(products))
 
 
 _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"

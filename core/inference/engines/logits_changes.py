@@ -3,21 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ..contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
+from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import penalties
 
 Row = tuple[ScheduledRequest, int]
 """A row of logits: its scheduled request, and how many drafts of the request are before the row."""
-Penalised = tuple[int, int, tuple[float, float, float]]
-"""A row of logits, its row of counts, and its repetition, frequency and presence penalty."""
-Penalties = tuple[Tensor, Tensor]
-"""The same on the device, of all rows: [rows], -1 where there are no penalties; [3, rows]."""
 
 
 @dataclass
@@ -32,24 +29,29 @@ class _Counted:
 class _Changes:
     """What the rows of a step need on the device; the next step needs the same, if it `is_of` them."""
 
-    requests: list[DynamicInferenceRequest]  # of each row; a request with drafts has several
-    is_free: list[bool]  # of each row: whether it has its `min_tokens`
+    requests: list[tuple[DynamicInferenceRequest, bool]]  # of each row, and whether it has its `min_tokens`
     counted: list[tuple[int, _Counted]]  # of requests with penalties and without drafts, by their rows
-    drawn: tuple[Tensor, Tensor] | None  # these rows, and their rows of the counts
-    penalties: Penalties | None
+    drawn: Tensor | None  # [2, counted]: these rows, and their rows of the counts
+    penalties: tuple[Tensor, Tensor] | None  # [rows]: the row of the counts, or -1; [3, rows]: the factors
     copied: Tensor | None  # rows of the counts, where drafts count, too; `penalties` has places among these
-    drafts: tuple[Tensor, Tensor] | None  # those places, and tokens
+    drafts: Tensor | None  # [2, drafts]: those places, and tokens
     biases: tuple[Tensor, Tensor] | None  # places in the logits, row by row, and what is added there
 
-    def is_of(self, batch: Batch) -> bool:
+    def is_of(self, rows: Sequence[Row]) -> bool:
         """Whether these are its requests, in its order, counted up to here and forbidden the same tokens."""
         return (
-            [scheduled.request for scheduled in batch] == self.requests
-            and not any(scheduled.drafts for scheduled in batch)
-            and [scheduled.answer_length >= scheduled.request.sampling.min_tokens for scheduled in batch]
-            == self.is_free
-            and all(counted.num_tokens == batch[row].answer_length for row, counted in self.counted)
+            not any(scheduled.drafts for scheduled, _ in rows)
+            and _requests(rows) == self.requests
+            and all(counted.num_tokens == rows[row][0].answer_length for row, counted in self.counted)
         )
+
+
+def _requests(rows: Sequence[Row]) -> list[tuple[DynamicInferenceRequest, bool]]:
+    """The request of each row, and whether it has its `min_tokens`."""
+    return [
+        (scheduled.request, scheduled.answer_length + number >= scheduled.request.sampling.min_tokens)
+        for scheduled, number in rows
+    ]
 
 
 class LogitsChanges:
@@ -69,12 +71,12 @@ class LogitsChanges:
 
             self._apply_penalties = penalize
 
-    def apply(self, batch: Batch, logits: Tensor) -> Tensor:
-        """The logits to draw from, a copy in float32 or float64; 1 + drafts rows for each of `batch`."""
+    def apply(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """The logits to draw from, a copy in float32 or float64."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
-        if changes is None or not changes.is_of(batch):
-            changes = self._listed(batch, logits.shape[1], dtype)
+        if changes is None or not changes.is_of(rows):
+            changes = self._listed(rows, logits.shape[1], dtype)
         if changes.penalties is not None:
             counts = self._counts
             if changes.copied is not None:
@@ -111,10 +113,11 @@ class LogitsChanges:
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _listed(self, batch: Batch, vocabulary: int, dtype: torch.dtype) -> _Changes:
-        rows = [(scheduled, number) for scheduled in batch for number in range(1 + len(scheduled.drafts))]
+    def _listed(self, rows: Sequence[Row], vocabulary: int, dtype: torch.dtype) -> _Changes:
+        count_rows, factors = [-1] * len(rows), [(1.0, 0.0, 0.0)] * len(rows)
+        has_drafts = any(scheduled.drafts for scheduled, _ in rows)
         counted: list[tuple[int, _Counted]] = []
-        penalised: list[Penalised] = []
+        copied: list[int] = []
         drafts: list[tuple[int, int]] = []
         for row, (scheduled, number) in enumerate(rows):
             sampling = scheduled.request.sampling
@@ -123,31 +126,19 @@ class LogitsChanges:
             counts = self._up_to_date(scheduled, vocabulary)
             if not scheduled.drafts:
                 counted.append((row, counts))
-            drafts += [(len(penalised), draft) for draft in scheduled.drafts[:number]]
-            factors = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-            penalised.append((row, counts.row, factors))
-        copied = self._sent([count_row for _, count_row, _ in penalised]) if drafts else None
-        if drafts:
-            penalised = [(row, place, factors) for place, (row, _, factors) in enumerate(penalised)]
+            drafts += [(len(copied), draft) for draft in scheduled.drafts[:number]]
+            count_rows[row] = len(copied) if has_drafts else counts.row
+            copied.append(counts.row)
+            factors[row] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
         return _Changes(
-            requests=[scheduled.request for scheduled, _ in rows],
-            is_free=[
-                scheduled.answer_length + n >= scheduled.request.sampling.min_tokens for scheduled, n in rows
-            ],
+            requests=_requests(rows),
             counted=counted,
-            drawn=self._columns([(row, counts.row) for row, counts in counted]) if counted else None,
-            penalties=self._penalties(penalised, len(rows), dtype) if penalised else None,
-            copied=copied,
-            drafts=self._columns(drafts) if drafts else None,
+            drawn=self._sent(_columns([(row, counts.row) for row, counts in counted])) if counted else None,
+            penalties=(self._sent(count_rows), self._sent(_columns(factors), dtype)) if copied else None,
+            copied=self._sent(copied) if has_drafts else None,
+            drafts=self._sent(_columns(drafts)) if drafts else None,
             biases=self._biases(rows, vocabulary, dtype),
         )
-
-    def _penalties(self, listed: Sequence[Penalised], num_rows: int, dtype: torch.dtype) -> Penalties:
-        count_rows, settings = [-1] * num_rows, [(1.0, 0.0, 0.0)] * num_rows
-        for row, count_row, factors in listed:
-            count_rows[row], settings[row] = count_row, factors
-        numbers = list(zip(*settings, strict=True))
-        return self._sent(count_rows), tensor_on(self._counts.device, numbers, dtype)
 
     def _up_to_date(self, scheduled: ScheduledRequest, vocabulary: int) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
@@ -191,14 +182,14 @@ class LogitsChanges:
         if not listed:
             return None
         places, biases = zip(*listed, strict=True)
-        return self._sent(places), tensor_on(self._counts.device, biases, dtype)
+        return self._sent(places), self._sent(biases, dtype)
 
-    def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        first, second = zip(*pairs, strict=True)
-        return self._sent(first), self._sent(second)
+    def _sent(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return tensor_on(self._counts.device, values, dtype)
 
-    def _sent(self, values: Sequence[int]) -> Tensor:
-        return tensor_on(self._counts.device, values)
+
+def _columns(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return list(zip(*rows, strict=True))
 
 
 def _add(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:

@@ -52,19 +52,13 @@ class Scheduler:
     def preempt(self, request: DynamicInferenceRequest) -> None:
         """Release a running request's memory, and put the request at the head of the queue."""
         self.running.remove(request)
-        self._put_first(request)
-        self._context.release(request)
-
-    def _put_first(self, request: DynamicInferenceRequest) -> None:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
+        self._context.release(request)
 
     def requeue(self, requests: Iterable[DynamicInferenceRequest]) -> None:
         """Queue these requests before all waiting ones, in this order, and release what any request holds."""
-        for request in reversed(list(requests)):
-            self._put_first(request)
-        self.running = []
-        self.num_paused = 0
+        self._queue([*requests, *self.waiting.values()])
         for request in self._context.requests:
             self._context.release(request)
 
@@ -75,7 +69,11 @@ class Scheduler:
             request.allocation = None  # of a request that was getting its row, too
             request.match = None
         ordered = [*self.running, *self.waiting.values(), *known.values()]
-        self.waiting = OrderedDict((r.request_id, r) for r in ordered if known.get(r.request_id) is r)
+        self._queue(request for request in ordered if known.get(request.request_id) is request)
+
+    def _queue(self, requests: Iterable[DynamicInferenceRequest]) -> None:
+        """Let exactly these requests wait, in this order, and none run."""
+        self.waiting = OrderedDict((request.request_id, request) for request in requests)
         self.running = []
         self.num_paused = 0
 

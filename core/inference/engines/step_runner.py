@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import batched, repeat
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,9 @@ from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.reference import token_draws
 from .cuda_graphs import GraphRunner
+from .drafter import accepted_tokens
 from .engine_observer import NewTokens
-from .logits_changes import LogitsChanges
+from .logits_changes import LogitsChanges, Row
 from .model_protocol import Model
 from .scheduler import Scheduler
 
@@ -118,6 +119,9 @@ class SampledStep:
         self.invalid: tuple[int, ...] = ()
         self._scored = [scheduled for scheduled in batch if scheduled.scored_positions]
         self._sampled = [scheduled for scheduled in batch if scheduled.samples_token]
+        self._rows: list[Row] = [
+            (scheduled, number) for scheduled in self._sampled for number in range(1 + len(scheduled.drafts))
+        ]
         self._drawn: Tensor | None = None
         self._tokens: NewTokens | None = None
         columns: dict[ColumnName, Tensor] = {}
@@ -125,7 +129,7 @@ class SampledStep:
         stop = 0
         for scheduled in batch:
             first, stop = stop, stop + len(scheduled.logit_positions)
-            if not scheduled.decoding and scheduled.scored_positions:
+            if scheduled.scored_positions:
                 own, request = logits[first : first + len(scheduled.scored_positions)], scheduled.request
                 targets = tensor_on(logits.device, request.target_tokens(scheduled.scored_positions))
                 columns["log_probs", request.request_id] = log_probs_of(own, targets)
@@ -138,12 +142,12 @@ class SampledStep:
 
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
-        rows = [(scheduled, i) for scheduled in self._sampled for i in range(1 + len(scheduled.drafts))]
-        params = [scheduled.request.sampling for scheduled, _ in rows]
-        positions = [scheduled.answer_length + number for scheduled, number in rows]
+        params = [scheduled.request.sampling for scheduled, _ in self._rows]
+        positions = [scheduled.answer_length + number for scheduled, number in self._rows]
+        seeds = [scheduled.request.seed for scheduled, _ in self._rows]
         are_changed = any(sampling.changes_logits for sampling in params)
-        to_draw = changes.apply(self._sampled, logits) if are_changed else logits
-        drawn, largest = sample(to_draw, params, positions, [scheduled.request.seed for scheduled, _ in rows])
+        to_draw = changes.apply(self._rows, logits) if are_changed else logits
+        drawn, largest = sample(to_draw, params, positions, seeds)
         if are_changed:
             changes.count(drawn)
         self._drawn = drawn
@@ -219,8 +223,7 @@ class SampledStep:
 
     def _drawn_tokens(self, columns: dict[ColumnName, list[float]]) -> list[GeneratedToken]:
         """What was drawn in each row, with what its request asks for."""
-        rows = (scheduled for scheduled in self._sampled for _ in range(1 + len(scheduled.drafts)))
-        params = [scheduled.request.sampling for scheduled in rows]
+        params = [scheduled.request.sampling for scheduled, _ in self._rows]
         width = max((sampling.num_top_log_probs for sampling in params), default=0)
         pairs = zip(map(int, columns.get("top_ids", ())), columns.get("top_log_probs", ()), strict=True)
         tops = batched(pairs, max(1, width))
@@ -304,13 +307,3 @@ class Results:
             self._copied.synchronize()
         parts = torch.split(self._numbers, list(self._lengths.values()))
         return {name: part.tolist() for name, part in zip(self._lengths, parts, strict=True)}
-
-
-def accepted_tokens(drafts: Sequence[int], drawn: Sequence[int], stops: Collection[int | None]) -> list[int]:
-    """New tokens: `drawn` up to the first token that differs from its draft or ends the answer."""
-    tokens: list[int] = []
-    for i, token in enumerate(drawn):
-        tokens.append(token)
-        if token in stops or i == len(drafts) or token != drafts[i]:
-            break
-    return tokens

@@ -104,6 +104,11 @@ class MemoryDivision:
         return self.num_units * self.shape.blocks
 
     @property
+    def has_all_numbers(self) -> bool:
+        """Whether more memory would not be used: `_MAX_NUMBERS` slots or blocks are there."""
+        return self.num_units == _MAX_NUMBERS // max(self.shape)
+
+    @property
     def first_state_unit(self) -> int:
         """The first of the units that hold states at the start: half of the units do, or fewer."""
         return max(self.num_kv_units, ceil_div(self.num_units, 2))

@@ -58,34 +58,34 @@ class TestRefusals:
         with pytest.raises(
             ValueError, match="batch_invariant is True, and the model is on cpu; accepted: a GPU"
         ):
-            check_settings(model_of("M").state_spec(), CONFIG)
+            check_settings(model_of("M").state_spec())
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        check_settings(model_of("M").state_spec(), CONFIG)
+        check_settings(model_of("M").state_spec())
         BatchInvariance(model_of("M"), model_of("M").state_spec(), CONFIG)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_wide_models(self, dtype):
         name = str(dtype).removeprefix("torch.")
         with pytest.raises(ValueError, match=f"the model is {name}; accepted: bfloat16 or float16"):
-            check_settings(on("cuda", model_of("M", dtype)), CONFIG)
+            check_settings(on("cuda", model_of("M", dtype)))
 
     def test_attention_without_flash_attention(self, monkeypatch):
         monkeypatch.setattr(
             batch_invariance.attention, "flash_rejection", lambda *_: "FlashAttention-3 needs x"
         )
         with pytest.raises(ValueError, match="and FlashAttention-3 needs x; accepted: a model that FlashAtt"):
-            check_settings(on("cuda", model_of("M*")), CONFIG)
-        check_settings(on("cuda", model_of("MG")), CONFIG)
+            check_settings(on("cuda", model_of("M*")))
+        check_settings(on("cuda", model_of("MG")))
 
     def test_tensor_ranks(self, monkeypatch):
         as_they_come = ms.ParallelGroups()
         for num_ranks, groups in ((2, as_they_come), (4, ms.ParallelGroups(ordered_sums=True))):
             monkeypatch.setattr(ms.ParallelGroups, "tensor_size", num_ranks)
-            check_settings(on("cuda", model_of("M-"), groups=groups), CONFIG)
+            check_settings(on("cuda", model_of("M-"), groups=groups))
         with pytest.raises(
             ValueError, match="ordered_sums of the model's ParallelGroups is False with 4 tensor"
         ):
-            check_settings(on("cuda", model_of("M-"), groups=as_they_come), CONFIG)
+            check_settings(on("cuda", model_of("M-"), groups=as_they_come))
 
     def test_ordered_sums_is_a_bool(self):
         with pytest.raises(ValueError, match="ordered_sums is 1; accepted: True or False"):

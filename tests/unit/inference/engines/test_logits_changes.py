@@ -119,7 +119,7 @@ def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str
 @pytest.mark.sampled
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(
-    "place", ["model", "_up_to_date", "_penalties", "_biases", "_apply_penalties", "count", "_free_row"]
+    "place", ["model", "_up_to_date", "_sent", "_biases", "_apply_penalties", "count", "_free_row"]
 )
 def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: int) -> None:
     params = params_of("all")

@@ -9,7 +9,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache import borrowing
+from mambaslots.inference.contexts.cache import borrowing, memory
 from mambaslots.inference.contexts.cache.memory import MemoryDivision, UnitSizes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.net import export_prefixes, import_prefixes
@@ -68,6 +68,20 @@ def traffic(engine: ms.DynamicInferenceEngine, rounds: int, length: int = 6) -> 
         long = [random_tokens(50, 1000 + 7 * turn + i) for i in range(3)]
         serve_checked(engine, [*short, *short[:1]] if turn % 2 else long, length=length)
         engine.check_integrity()
+
+
+def test_a_start_warns_of_memory_that_has_no_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine_of(40)
+    assert "total_gb" not in caplog.text
+    monkeypatch.setattr(memory, "_MAX_NUMBERS", 64)
+    engine = engine_of(20_000)
+    used = engine.context.memory.total_bytes / 2**30
+    total = engine.config.total_gb
+    assert total is not None
+    assert used < total / 2
+    assert f"total_gb is {total:.3g}, of which the pools use {used:.3g}" in caplog.text
 
 
 @pytest.mark.parametrize("num_units", [2, 7])

@@ -15,7 +15,7 @@ from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
-from mambaslots.inference.engines.step_runner import accepted_tokens
+from mambaslots.inference.engines.drafter import accepted_tokens
 from oracle.drafters import MixedDrafter, RightDrafter, WrongDrafter
 from oracle.recorded_graphs import fix_addresses
 from oracle.recurrent_lm import RecurrentLM
