@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .free_lists import BlocksByUnit, MemoryCleaner
+from .cleaning import MemoryCleaner
+from .free_blocks import BlocksByUnit
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
-from .free_lists import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks
+from .cleaning import DirtyEntries
+from .free_blocks import BlocksByUnit, BlockStack, FreeBlocks
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
 from .prefix_tree import Parent, PrefixTree

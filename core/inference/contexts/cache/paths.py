@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .checkpoint_plan import KINDS_BY_WORTH, Boundary, CheckpointPlan
-from .hashing import GhostList, PrefixHashChain
+from .ghosts import GhostList
+from .hashing import PrefixHashChain
 from .pool_stats import ComputeReason
 from .prefix_tree import PrefixTree
 from .state_slots import PlannedState, StateSlots

@@ -9,8 +9,8 @@ from dataclasses import replace
 from ....validation import INT32_MAX, boolean, integer
 from .borrowing import Borrowing
 from .checkpoint_plan import CheckpointPlan
+from .cleaning import MemoryCleaner
 from .eviction import PolicyChoice, checked_policy
-from .free_lists import MemoryCleaner
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits

@@ -4,8 +4,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
-from .free_lists import LeafOrder
-from .hashing import GhostList
+from .ghosts import GhostList
+from .leaf_order import LeafOrder
 from .pool_stats import (
     EVICTIONS,
     KV_REMOVAL_CAUSES,

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ....errors import MambaSlotCapacityError
+from .cleaning import DirtyEntries
 from .eviction import LRUEviction, PolicyChoice
-from .free_lists import DirtyEntries
 from .memory import MemoryUnits
 from .pool_stats import EVICTIONS, STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .prefix_tree import PrefixTree

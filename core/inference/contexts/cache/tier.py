@@ -4,7 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .free_lists import DirtyEntries
+from .cleaning import DirtyEntries
 from .pool_stats import TierStats
 
 logger = logging.getLogger(__name__)
