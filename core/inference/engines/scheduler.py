@@ -248,7 +248,7 @@ class PendingStates:
             if self._cache.slots.num_available <= len(self._positions):
                 return
             key = scheduled.key_at(boundary.position)
-            if key not in self._positions and key not in self._cache.tree.state_block_of_key:
+            if key not in self._positions and key not in self._cache.states.block_of_key:
                 self._positions[key] = boundary.position
 
     def defers(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:

@@ -78,7 +78,9 @@ def test_a_refused_commit_changes_nothing() -> None:
     engine = small_engine()
     serve_checked(engine, [LONG[:33]])
     slots, tree = engine.context.prefix_cache.slots, engine.context.prefix_cache.kv_blocks.tree
-    one, other, *_ = (block for block in tree.block_of_key.values() if block not in slots.tree.slot_of_block)
+    one, other, *_ = (
+        block for block in tree.block_of_key.values() if block not in slots.states.slot_of_block
+    )
     (slot,) = slots.reserve_slots([one], [tree.key_of(one)])
     before = slots.counts, dict(slots.reserved), dict(slots._planned)
     with pytest.raises(ValueError, match=f"the block of hash {tree.key_of(one)}, whose state the slot"):

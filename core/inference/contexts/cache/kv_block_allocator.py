@@ -8,11 +8,11 @@ from typing import Protocol
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
+from .block_tree import BlockTree, Parent
 from .cleaning import DirtyEntries
 from .free_blocks import BlocksByUnit, BlockStack, FreeBlocks
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
-from .prefix_tree import Parent, PrefixTree
 from .state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class KVBlockAllocator:
 
     Attributes:
         total_count: blocks of the pool.
-        tree: the registered blocks, as `PrefixTree` keeps them.
+        tree: the registered blocks, as `BlockTree` keeps them.
         free_blocks: the free list.
         num_cached: registered blocks that are not held.
     """
@@ -71,7 +71,7 @@ class KVBlockAllocator:
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
         self.borrowing: BlockBorrower | None = None
-        self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
+        self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
         by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None

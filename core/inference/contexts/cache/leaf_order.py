@@ -10,7 +10,9 @@ LeafEntry = tuple[bool, int, int]
 class LeafOrder:
     """The order of eviction of leaves, cached blocks that none continues: stateless ones, then by use."""
 
-    def __init__(self, timestamps: list[int], holds_state: Callable[[int], bool]) -> None:
+    def __init__(
+        self, timestamps: list[int], holds_state: Callable[[int], bool] = lambda block: False
+    ) -> None:
         """`timestamps`: each block's last use; `holds_state(block)`: whether a prompt can resume there."""
         self.timestamps = timestamps
         self.holds_state = holds_state

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from .cached_states import CachedStates
 from .checkpoint_plan import KINDS_BY_WORTH, Boundary, CheckpointPlan
 from .ghosts import GhostList
 from .hashing import PrefixHashChain
 from .pool_stats import ComputeReason
-from .prefix_tree import PrefixTree
 from .state_slots import PlannedState, StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
@@ -60,7 +60,7 @@ class MatchBasis(NamedTuple):
     last_key: int = 0  # hash of the last whole block
     num_held: int = -1  # the path's registered blocks; -1 where nothing was looked up
     max_resume_tokens: int | None = None
-    block_version: int = -1  # this and the next two are the tree's and its ghosts'
+    tree_version: int = -1  # this and the next two are the tree's and its ghosts'
     state_version: int = -1
     num_lapses: int = -1
 
@@ -92,16 +92,16 @@ class PrefixMatch:
 
 
 def updated_match(
-    tree: PrefixTree, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int], num_held: int,
+    states: CachedStates, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int], num_held: int,
     max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
     # The blocks of `known` that are still there are not looked up again: only leaves are removed, and a block
     # that was removed and came back is newer.
-    ghosts, keys, size = tree.ghosts, chain.keys, chain.block_size_tokens
+    tree, ghosts, keys, size = states.tree, states.tree.ghosts, chain.keys, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-        since, blocks = known.basis.block_version, known.blocks
+        since, blocks = known.basis.tree_version, known.blocks
         no_lapse = known.basis.num_lapses == ghosts.num_lapses
         if no_lapse:  # what was seen is there, or a ghost
             num_seen = known.seen_tokens // size
@@ -110,7 +110,7 @@ def updated_match(
         elif (
             no_lapse
             and num_tokens == known.basis.num_tokens
-            and known.basis.state_version == tree.state_version
+            and known.basis.state_version == states.version
             and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_key)
             and not (num_seen < whole and ghosts.has(keys[num_seen], "block"))
         ):
@@ -126,7 +126,7 @@ def updated_match(
     limited = limit < num_tokens - 1
     asked = limit // size if limited else whole
     reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
-    depth = _deepest_state(tree, blocks, num_held, reachable)
+    depth = _deepest_state(states, blocks, num_held, reachable)
     spans = compute_spans(
         keys if len(keys) == asked else keys[:asked], num_resumed=depth, num_reachable=reachable,
         num_matched=min(len(blocks), asked), num_seen=min(num_seen, asked),
@@ -134,8 +134,8 @@ def updated_match(
     )  # fmt: skip
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
-    slot = tree.slot_of(blocks[depth - 1]) if depth else -1
-    versions = tree.block_version, tree.state_version, ghosts.num_lapses
+    slot = states.slot_of(blocks[depth - 1]) if depth else -1
+    versions = tree.version, states.version, ghosts.num_lapses
     basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *versions)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
@@ -158,9 +158,9 @@ def _is_prefix_of(
     return basis.last_key == _last_key(chain, basis.num_tokens)
 
 
-def _deepest_state(tree: PrefixTree, blocks: tuple[int, ...], start: int, stop: int) -> int:
+def _deepest_state(states: CachedStates, blocks: tuple[int, ...], start: int, stop: int) -> int:
     """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
-    slot_of_block = tree.slot_of_block
+    slot_of_block = states.slot_of_block
     if start >= stop or slot_of_block.keys().isdisjoint(blocks[start:stop][::-1]):
         return 0
     return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_of_block)
@@ -275,8 +275,8 @@ class RollingOwner(Protocol):
 def remove_rolling(slots: StateSlots, owner: RollingOwner) -> None:
     """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
     block = owner.rolling_block
-    slot = slots.tree.slot_of(block) if block >= 0 else -1
-    if slot < 0 or slot in slots.tree.used or slots.remove_unpinned(block, "rolled"):
+    slot = slots.states.slot_of(block) if block >= 0 else -1
+    if slot < 0 or slot in slots.states.used or slots.remove_unpinned(block, "rolled"):
         owner.rolling_block = -1
 
 
@@ -297,7 +297,7 @@ def reserve_states[S: PathStep](
     for step in steps:
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
-            if key not in slots.tree.state_block_of_key:
+            if key not in slots.states.block_of_key:
                 is_draft = step.drafts and boundary.position > len(step.sequence)
                 (guessed if is_draft else certain).setdefault(key, (step, boundary))
     if not (certain or guessed):
@@ -315,7 +315,7 @@ def reserve_states[S: PathStep](
     unknown = {key for key in wanted if not certain[key][0].knows(certain[key][1])}
     chosen = slots.plan_states([planned_state(*certain[key], key) for key in wanted], unknown)
     passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
-    slots.tree.note_refused([key for key in wanted if key not in passed] + beyond)
+    slots.states.note_refused([key for key in wanted if key not in passed] + beyond)
     # States of drafts evict nothing, because the drafts may be wrong.
     num_free = len(slots.free_slots) - len(chosen)
     chosen += [key for key in guessed if key not in certain][:num_free]

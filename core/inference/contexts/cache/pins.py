@@ -63,7 +63,7 @@ class PinnedPrefixes:
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot, slots = self._slots.tree.slot_of(blocks[-1]), self.slot_pins
+        slot, slots = self._slots.states.slot_of(blocks[-1]), self.slot_pins
         if slot not in slots and len(slots) >= self.max_slots:
             raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
+from .block_tree import BlockTree
 from .borrowing import Borrowing
 from .checkpoint_plan import CheckpointPlan
 from .cleaning import MemoryCleaner
@@ -27,7 +28,6 @@ from .paths import (
 )
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_tree import PrefixTree
 from .state_slots import StateSlots
 from .tier import HostTier
 
@@ -51,7 +51,8 @@ class PrefixCache:
     A KV block that is evicted takes its state along.
 
     Attributes:
-        tree: what is cached under each prefix.
+        tree: the registered KV blocks.
+        states: the cached states.
         kv_blocks: reference counts of KV blocks, and which are free.
         slots: the state slots; none where the cache is off.
         pins: the pinned prefixes, and how many blocks they hold.
@@ -94,12 +95,13 @@ class PrefixCache:
         cleaner = cleaner or MemoryCleaner()
         units = MemoryUnits(division) if division is not None else None
         num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
-        self.tree = PrefixTree(num_blocks)
+        self.tree = BlockTree(num_blocks)
         self.tier = tier
         self.slots = StateSlots(
             num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
             dirty=cleaner.slots, units=units, tier=tier,
         )  # fmt: skip
+        self.states = self.slots.states
         self.kv_blocks = KVBlockAllocator(
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
@@ -128,7 +130,7 @@ class PrefixCache:
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
-        return updated_match(self.tree, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+        return updated_match(self.states, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -137,7 +139,7 @@ class PrefixCache:
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
         blocks = self.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
-        while blocks and blocks[-1] not in self.tree.slot_of_block:
+        while blocks and blocks[-1] not in self.states.slot_of_block:
             blocks.pop()
         return blocks
 
@@ -225,7 +227,7 @@ class PrefixCache:
         self.slots.pin(slot)
         path.state_slot = slot
         if resumes:
-            self.slots.note_use(slot)
+            self.states.note_use(slot)
 
     def unpin_state(self, path: CachedPath) -> None:
         """Unpin the slot that the sequence continued from, if there is one."""
@@ -312,7 +314,7 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._borrowing:
-            states = self.tree.state_block_of_key
+            states = self.states.block_of_key
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.borrow_slots(sum(key not in states for key in wanted))
         return reserve_states(self.slots, steps, max_inner_states)
@@ -360,7 +362,7 @@ class PrefixCache:
         """Note the states of a step that got no slot while its tokens were unknown."""
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
-            if boundary.position not in step.destinations and key not in self.tree.state_block_of_key:
+            if boundary.position not in step.destinations and key not in self.states.block_of_key:
                 self.slots.note_refused(planned_state(step, boundary, key))
 
     def release_reserved(self, step: PathStep) -> None:
@@ -418,7 +420,7 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.tree.state_turnover.repair(len(self.tree.slot_of_block))
+        self.states.turnover.repair(len(self.states.slot_of_block))
         self.tree.turnover.repair(len(self.tree.block_of_key))
 
     # ---- the whole
@@ -426,12 +428,12 @@ class PrefixCache:
     @property
     def num_states(self) -> int:
         """Prefixes from which a request can resume."""
-        return len(self.tree.state_block_of_key)
+        return len(self.states.block_of_key)
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = self.tree.state_turnover, self.tree.turnover
+        states, blocks = self.states.turnover, self.tree.turnover
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
@@ -475,8 +477,8 @@ class PrefixCache:
         self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.tree.state_block_of_key)
-        assert num_findable == len(self.tree.slot_of_block), "a state without a hash"
+        num_findable = len(self.states.block_of_key)
+        assert num_findable == len(self.states.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
             self.tier.check_integrity(self.tree.block_of_key.__contains__)
