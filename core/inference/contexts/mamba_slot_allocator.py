@@ -429,6 +429,7 @@ class MambaSlotAllocator:
         by_worth = sorted(states, key=lambda state: self._planned.worth.get(state.block, 0))
         count = min(len(states), self.slots.num_available) if states else 0
         self.slots.states.note_refused([state.key for state in by_worth[count:]])
+        self.num_dropped += len(states) - count
         if not count:
             return
         kept = set(by_worth[:count])
