@@ -117,10 +117,10 @@ class Scheduler:
                 return []
             elif request.next_token is None and len(request.tokens) + 1 < request.max_length:
                 decodes.append(request)
+        if not self._context.admission.can_decode(map(_allocation, decodes)):
+            return []
         self.num_paused = 0
         batch = self._advance(decodes, self._config.max_tokens_per_step)
-        if len(batch) < len(decodes):
-            return []
         batch += self._advance(prefills, self._config.max_tokens_per_step - len(batch))
         if not self.num_paused:
             self._admit(batch)
