@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
-from ..inference.contexts.cache.paths import remove_rolling
 from ..inference.contexts.cache.state_slots import StateSlots
 from .admission import adopt_twin, caches_states
 from .host_record import RequestTrack, record_of
@@ -122,7 +121,7 @@ class AnswerStates:
         """The newer decode state of a request replaces its older one."""
         boundary = self._boundary(crossing)
         rolls = self._slots.states.slot_of(block) == slot and boundary is not None and not boundary.keeps
-        remove_rolling(self._slots, track)
+        self._slots.remove_rolling(track)
         if rolls:
             track.rolling_block = block
 

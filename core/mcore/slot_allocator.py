@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.cache.paths import remove_rolling_states
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, WrittenState
 from ..inference.kernels.operands import ConvAndSsm
 from ..inference.kernels.state_copy import copy_states
@@ -226,7 +225,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             super()._commit(states)
             return
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        remove_rolling_states(self.slots, tracks, len(crossed) + len(states))
+        self.slots.remove_rolling_states(tracks, len(crossed) + len(states))
         room = max(0, self.slots.num_available - len(states))  # the states of prompts come first
         self.slots.states.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
         del crossed[room:]

@@ -10,8 +10,8 @@ import torch
 
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
-from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
+from .cache.prefix_match import PrefixMatch
 from .device_memory import DeviceMemory
 from .input_pages import NO_PAGES, InputPages, PageTable
 from .pool_sizes import num_live_slots

@@ -7,8 +7,8 @@ from itertools import islice
 from ...errors import KVBlockCapacityError
 from ...validation import integers
 from ..contexts.cache.checkpoint_plan import MAX_COMPARED
-from ..contexts.cache.paths import PrefixMatch
 from ..contexts.cache.prefix_cache import PrefixCache
+from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter

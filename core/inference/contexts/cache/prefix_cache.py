@@ -18,16 +18,13 @@ from .memory import MemoryDivision, MemoryUnits
 from .paths import (
     CachedPath,
     PathStep,
-    PrefixMatch,
-    Span,
     TableRow,
     planned_state,
-    remove_rolling,
     reserve_states,
-    updated_match,
 )
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
+from .prefix_match import PrefixMatch, Span, updated_match
 from .state_slots import StateSlots
 from .tier import HostTier
 
@@ -353,7 +350,7 @@ class PrefixCache:
             (committed[position],) = slots.commit_slots([slot], [block])
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                remove_rolling(slots, path)
+                slots.remove_rolling(path)
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ....errors import MambaSlotCapacityError
 from .block_tree import BlockTree
@@ -26,6 +26,12 @@ class PlannedState(NamedTuple):
     @property
     def key(self) -> int:
         return self.keys[self.depth - 1]
+
+
+class RollingOwner(Protocol):
+    """A sequence that decodes; `rolling_block` ends at its newest decode state that rolls, or is -1."""
+
+    rolling_block: int
 
 
 class StateSlots:
@@ -294,6 +300,20 @@ class StateSlots:
             return False
         self.remove([block], cause)
         return True
+
+    def remove_rolling(self, owner: RollingOwner) -> None:
+        """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
+        block = owner.rolling_block
+        slot = self.states.slot_of(block)
+        if slot < 0 or slot in self.states.used or self.remove_unpinned(block, "rolled"):
+            owner.rolling_block = -1
+
+    def remove_rolling_states(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
+        """Remove decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
+        for owner in owners:
+            if len(self.free_slots) >= num_slots:
+                return
+            self.remove_rolling(owner)
 
     def remove(
         self, blocks: Sequence[int], cause: StateRemovalCause = "by_host", *, with_blocks: bool = False

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache import paths
+from mambaslots.inference.contexts.cache import prefix_match
 from mambaslots.inference.contexts.cache.block_tree import BlockTree
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, best_shared_depth
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.cache.paths import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch, compute_spans
 from oracle.kv_index import eviction_order
 
 SIZE = 2
@@ -149,7 +149,7 @@ def span_calls(monkeypatch):
         calls.append(args)
         return compute_spans(*args, **kwargs)
 
-    monkeypatch.setattr(paths, "compute_spans", counting)
+    monkeypatch.setattr(prefix_match, "compute_spans", counting)
     return calls
 
 
