@@ -33,7 +33,9 @@ class BlockTree:
         # The last registration of each block; meaningless once the block is deregistered.
         self._keys = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
-        self._root_digests: dict[int, bytes] = {}
+        self._predecessors: list[Parent] = [
+            -1
+        ] * num_blocks  # as `parents`, but the root digest for the origin
 
     def clear(self) -> None:
         """Remove every block and ghost."""
@@ -44,7 +46,6 @@ class BlockTree:
         self.parents[:] = [-1] * num_blocks
         self.num_children[:] = [0] * (num_blocks + 1)
         self._num_held_children[:] = [0] * (num_blocks + 1)
-        self._root_digests.clear()
         self.leaves.clear()
         self.turnover.by_cause["reset"] += num_registered
 
@@ -58,8 +59,7 @@ class BlockTree:
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
         """A registered block's parent (the block before it, or the root digest), and its token ids."""
-        parent = self.parents[block]
-        return self._root_digests[block] if parent == self._origin else parent, self._tokens[block]
+        return self._predecessors[block], self._tokens[block]
 
     def keys_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
@@ -82,13 +82,10 @@ class BlockTree:
     def match(self, parent: Parent, keys: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
         matched: list[int] = []
-        parents, contents, block_of_key = self.parents, self._tokens, self.block_of_key
+        predecessors, contents, block_of_key = self._predecessors, self._tokens, self.block_of_key
         for key, content in zip(keys, tokens, strict=True):
             block = block_of_key.get(key, -1)
-            if block < 0 or contents[block] != content:
-                break
-            before = parents[block]
-            if before != parent and not (before == self._origin and self._root_digests[block] == parent):
+            if block < 0 or contents[block] != content or predecessors[block] != parent:
                 break
             matched.append(block)
             parent = block
@@ -100,13 +97,12 @@ class BlockTree:
         """Enter consecutive, held blocks below `parent`; see `KVBlockAllocator.register_chain`."""
         canonical = self.match(parent, keys, tokens)
         num_known = len(canonical)
-        before = canonical[-1] if canonical else self._origin if isinstance(parent, bytes) else parent
+        parent = canonical[-1] if canonical else parent
+        before = self._origin if isinstance(parent, bytes) else parent
         block_of_key, parents, num_held = self.block_of_key, self.parents, self._num_held_children
         own_keys, contents, num_children = self._keys, self._tokens, self.num_children
-        serials = self._serials
+        serials, predecessors = self._serials, self._predecessors
         self.version = version = self.version + 1
-        if before == self._origin and isinstance(parent, bytes) and blocks and keys[0] not in block_of_key:
-            self._root_digests[blocks[0]] = parent
         for block, key, content in zip(blocks[num_known:], keys[num_known:], tokens[num_known:], strict=True):
             if key in block_of_key:  # the key of another prefix, which `match` did not accept
                 break
@@ -114,11 +110,12 @@ class BlockTree:
             own_keys[block] = key
             contents[block] = content
             serials[block] = version
+            predecessors[block] = parent
             parents[block] = before
             num_children[before] += 1
             num_held[before] += 1
             canonical.append(block)
-            before = block
+            parent, before = block, block
         if 0 < num_known < len(canonical):  # the duplicate is continued now, and so is no leaf
             self.leaves.discard(canonical[num_known - 1])
         self.turnover.num_entered += len(canonical) - num_known

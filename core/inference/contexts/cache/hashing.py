@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -106,11 +105,6 @@ def given_key(setting: bytes | str | None, environment: Mapping[str, str]) -> by
         return key_bytes("salt_key", setting)
     text = environment.get(ENVIRONMENT_NAME)
     return None if text is None else key_bytes(ENVIRONMENT_NAME, text)
-
-
-def drawn_key() -> bytes:
-    """A new random key."""
-    return secrets.token_bytes(32)
 
 
 def salt_bytes(name: str, salt: object) -> bytes | None:

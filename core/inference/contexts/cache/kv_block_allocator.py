@@ -74,8 +74,9 @@ class KVBlockAllocator:
         self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
-        by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
-        self.free_blocks: FreeBlocks = BlockStack() if by_unit is None else by_unit
+        self.free_blocks: FreeBlocks = (
+            BlocksByUnit(self.total_count, units.blocks_per_unit) if units else BlockStack()
+        )
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -219,7 +220,8 @@ class KVBlockAllocator:
     def evict_lru_blocks(self, num_blocks: int) -> list[int]:
         """Deregister and free `num_blocks` cached blocks and return them (none for a number <= 0).
 
-        Leaves go first that have no state; then the least recently used ones.
+        Leaves without a state are evicted first, and of these, and of the others, the least recently used.
+        The name is megatron-core's.
 
         Raises:
             KVBlockCapacityError: fewer blocks are cached; nothing is changed.

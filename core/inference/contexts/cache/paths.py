@@ -128,20 +128,19 @@ def reserve_states[S: PathStep](
                 (guessed if is_draft else certain).setdefault(key, (step, boundary))
     if not (certain or guessed):
         return list(steps)
-    wanted = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
-    beyond: list[int] = []
+    by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
+    wanted = by_worth
     if max_inner_states is not None:
-        inner = [key for key in wanted if _is_inner(*certain[key])]
-        beyond = inner[max_inner_states:]
-        dropped = set(beyond)
-        wanted = [key for key in wanted if key not in dropped]
+        inner = [key for key in by_worth if _is_inner(*certain[key])]
+        beyond = set(inner[max_inner_states:])
+        wanted = [key for key in by_worth if key not in beyond]
     if not slots.policy.refuses:
         decoding = [certain[key][0].path for key in wanted if certain[key][1].kind == "decode"]
         slots.remove_rolling_states(decoding, len(wanted))
     unknown = {key for key in wanted if not certain[key][0].knows(certain[key][1])}
     chosen = slots.plan_states([planned_state(*certain[key], key) for key in wanted], unknown)
     passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
-    slots.states.note_refused([key for key in wanted if key not in passed] + beyond)
+    slots.states.note_refused([key for key in by_worth if key not in passed])
     # States of drafts evict nothing, because the drafts may be wrong.
     num_free = len(slots.free_slots) - len(chosen)
     chosen += [key for key in guessed if key not in certain][:num_free]

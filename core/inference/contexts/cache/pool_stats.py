@@ -120,7 +120,7 @@ class Turnover[Cause: str]:
             self._recent_ns.extend(ages)
 
     def repair(self, num_present: int) -> None:
-        """Repair the counts after an interrupted change: `num_present` units are there; no count falls."""
+        """Repair the counts after an interrupted change: `num_present` entries are there; no count falls."""
         surplus = self.num_entered - self.num_removed - num_present
         if surplus > 0:
             self.by_cause[self._causes[-1]] += surplus
@@ -128,7 +128,7 @@ class Turnover[Cause: str]:
             self.num_entered -= surplus
 
     def check_integrity(self, num_present: int, what: str) -> None:
-        """Raise AssertionError unless `num_present` units can be there; `what` names them."""
+        """Raise AssertionError unless `num_present` entries can be there; `what` names them."""
         assert self.num_entered - self.num_removed == num_present, f"the count of removed {what} is off"
         evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
         assert sum(self._age_counts) <= evicted, f"the count of ages of {what} is off"

@@ -22,11 +22,11 @@ BYTES = 24
 def test_the_copy_used_longest_ago_leaves_first() -> None:
     tier = TierSlots(2)
     for key in (11, 12):
-        tier.register(key, tier.allocate()[0], key)
+        tier.insert(key, tier.allocate()[0], key)
     tier.use(11)
     slot, left = tier.allocate()
     assert left == 12
-    tier.register(13, slot, 13)
+    tier.insert(13, slot, 13)
     assert list(tier.entries) == [11, 13]
     tier.pin(11)
     assert tier.allocate()[1] == 13
@@ -41,7 +41,7 @@ def test_a_tier_without_slots_allocates_none() -> None:
 
 def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
     tier = TierSlots(2)
-    tier.register(11, tier.allocate()[0], 1)
+    tier.insert(11, tier.allocate()[0], 1)
     tier.allocate()
     with pytest.raises(AssertionError, match="nowhere"):
         tier.check_integrity()
