@@ -1,7 +1,7 @@
 """How full the pools are, what entered them, and why and at what age it was removed."""
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -106,18 +106,11 @@ class Turnover[Cause: str]:
 
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
         """Note the ages of evicted states."""
-        first, number = last_used_ns[0], len(last_used_ns)
-        if last_used_ns.count(first) == number:  # most are: what is evicted together was used together
-            age = now_ns - first
+        for used, number in Counter(last_used_ns).items():  # most were used together
+            age = now_ns - used
             self._age_counts[bisect_left(_BOUNDS_NS, age)] += number
             self._age_sum_ns += age * number
             self._recent_ns.extend([age] * number)
-        else:
-            ages = [now_ns - used for used in last_used_ns]
-            for age in ages:
-                self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
-            self._age_sum_ns += sum(ages)
-            self._recent_ns.extend(ages)
 
     def repair(self, num_present: int) -> None:
         """Repair the counts after an interrupted change: `num_present` entries are there; no count falls."""
