@@ -1,4 +1,4 @@
-"""One sequence in the cache: what it holds, and which states its step stores."""
+"""One sequence in the cache: what it holds, and what its next step computes and stores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,9 +7,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoint_plan import KINDS_BY_WORTH, Boundary, CheckpointPlan
+from .checkpoint_plan import Boundary, CheckpointPlan
 from .hashing import PrefixHashChain
-from .state_slots import PlannedState, StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
 
@@ -112,55 +111,3 @@ class PathStep:
             boundaries=tuple(boundary for boundary in self.boundaries if boundary.position <= stop),
             destinations={p: slot for p, slot in self.destinations.items() if p <= stop},
         )
-
-
-def reserve_states[S: PathStep](
-    slots: StateSlots, steps: Sequence[S], max_inner_states: int | None = None
-) -> list[S]:
-    """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
-    certain: dict[int, tuple[S, Boundary]] = {}  # by hash
-    guessed: dict[int, tuple[S, Boundary]] = {}
-    for step in steps:
-        for boundary in step.boundaries:
-            key = step.key_at(boundary.position)
-            if key not in slots.states.block_of_key:
-                is_draft = step.drafts and boundary.position > len(step.sequence)
-                (guessed if is_draft else certain).setdefault(key, (step, boundary))
-    if not (certain or guessed):
-        return list(steps)
-    by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
-    wanted = by_worth
-    if max_inner_states is not None:
-        inner = [key for key in by_worth if _is_inner(*certain[key])]
-        beyond = set(inner[max_inner_states:])
-        wanted = [key for key in by_worth if key not in beyond]
-    if not slots.policy.refuses:
-        decoding = [certain[key][0].path for key in wanted if certain[key][1].kind == "decode"]
-        slots.remove_rolling_states(decoding, len(wanted))
-    unknown = {key for key in wanted if not certain[key][0].knows(certain[key][1])}
-    chosen = slots.plan_states([planned_state(*certain[key], key) for key in wanted], unknown)
-    passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
-    slots.states.note_refused([key for key in by_worth if key not in passed])
-    # States of drafts evict nothing, because the drafts may be wrong.
-    num_free = len(slots.free_slots) - len(chosen)
-    chosen += [key for key in guessed if key not in certain][:num_free]
-    places = [certain.get(key) or guessed[key] for key in chosen]
-    blocks = [step.block_at(boundary.position) for step, boundary in places]
-    destinations: dict[int, dict[int, int]] = {id(step): {} for step, _ in places}
-    for (step, boundary), slot in zip(places, slots.reserve_slots(blocks, chosen), strict=True):
-        destinations[id(step)][boundary.position] = slot
-    return [
-        replace(step, destinations=destinations[id(step)]) if id(step) in destinations else step
-        for step in steps
-    ]
-
-
-def planned_state(step: PathStep, boundary: Boundary, key: int) -> PlannedState:
-    keys, depth = step.path.chain.keys, boundary.position // step.path.chain.block_size_tokens
-    keys = keys if step.knows(boundary) else [*keys[: depth - 1], key]
-    return PlannedState(keys, depth, boundary.kind, step.path.policy_ticket)
-
-
-def _is_inner(step: PathStep, boundary: Boundary) -> bool:
-    """Whether a prefill passes the boundary, so that only kernels that store states inside one keep it."""
-    return not step.decoding and boundary.position < step.stop

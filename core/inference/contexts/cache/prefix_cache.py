@@ -15,16 +15,11 @@ from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits
-from .paths import (
-    CachedPath,
-    PathStep,
-    TableRow,
-    planned_state,
-    reserve_states,
-)
+from .paths import CachedPath, PathStep, TableRow
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
 from .prefix_match import PrefixMatch, Span, updated_match
+from .reservations import PlannedState, Reservations
 from .state_slots import StateSlots
 from .tier import HostTier
 
@@ -52,6 +47,7 @@ class PrefixCache:
         states: the cached states.
         kv_blocks: reference counts of KV blocks, and which are free.
         slots: the state slots; none where the cache is off.
+        reservations: the slots that steps will write.
         pins: the pinned prefixes, and how many blocks they hold.
         tier: copies of evicted states, in host memory and on the disk; None for no tier.
     """
@@ -99,6 +95,7 @@ class PrefixCache:
             dirty=cleaner.slots, units=units, tier=tier,
         )  # fmt: skip
         self.states = self.slots.states
+        self.reservations = Reservations(self.slots)
         self.kv_blocks = KVBlockAllocator(
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
@@ -314,7 +311,7 @@ class PrefixCache:
             states = self.states.block_of_key
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.borrow_slots(sum(key not in states for key in wanted))
-        return reserve_states(self.slots, steps, max_inner_states)
+        return self.reservations.reserve(steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
         """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
@@ -327,30 +324,30 @@ class PrefixCache:
         for before, after in zip(planned, accepted, strict=True):
             if before.drafts:
                 unreached = before.destinations.keys() - after.destinations.keys()
-                self.slots.release([before.destinations[position] for position in unreached])
+                self.reservations.release(before.destinations[position] for position in unreached)
                 missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
                 if missing:
                     unserved.append(replace(after, boundaries=missing, destinations={}))
-        return reserve_states(self.slots, unserved)
+        return self.reservations.reserve(unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""
-        path, slots = step.path, self.slots
+        path, reservations = step.path, self.reservations
         committed: dict[int, int] = {}
         for position, slot in sorted(step.destinations.items()):
             depth = position // self._block_size
             if depth > path.num_registered:
-                slots.release([slot])
+                reservations.release([slot])
                 committed[position] = -1
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # planned only now that the tokens are known, and drafts right
-                slots.policy.insert_planned(path.chain.keys, depth, "decode", path.policy_ticket)
-                slots.expect(slot, path.chain.keys[depth - 1])
-            (committed[position],) = slots.commit_slots([slot], [block])
+                state = PlannedState(path.chain.keys, depth, "decode", path.policy_ticket)
+                reservations.expect(slot, state)
+            committed[position] = reservations.commit(slot, block)
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                slots.remove_rolling(path)
+                self.slots.remove_rolling(path)
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
@@ -360,17 +357,17 @@ class PrefixCache:
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
             if boundary.position not in step.destinations and key not in self.states.block_of_key:
-                self.slots.note_refused(planned_state(step, boundary, key))
+                self.reservations.note_refused(PlannedState.of(step, boundary, key))
 
     def release_reserved(self, step: PathStep) -> None:
         """Free the slots that were reserved for the states of a step whose results are not kept."""
-        self.slots.release(list(step.destinations.values()))
+        self.reservations.release(step.destinations.values())
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
         if self.tier is not None:
             self.tier.repair()
-        self.slots.release()
+        self.reservations.abort()
 
     # ---- pins, eviction, reset
 
@@ -402,6 +399,7 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.clear()
         self.slots.clear()  # first: no state may be findable once its block is free
+        self.reservations.clear()
         self.kv_blocks.deregister_all()
 
     def reset(self, *, keep_totals: bool = False) -> None:
@@ -413,6 +411,7 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.clear(totals=not keep_totals)
         self.slots.clear(totals=not keep_totals, live=True)
+        self.reservations.clear()
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
@@ -469,6 +468,7 @@ class PrefixCache:
         references.update(pages)
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
+        self.reservations.check_integrity()
         if self._borrowing:
             self._borrowing.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"

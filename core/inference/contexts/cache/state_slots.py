@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ....errors import MambaSlotCapacityError
 from .block_tree import BlockTree
@@ -13,19 +13,6 @@ from .memory import MemoryUnits
 from .pool_stats import STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .tier import HostTier
 from .value_eviction import ValueEviction
-
-
-class PlannedState(NamedTuple):
-    """A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
-
-    keys: Sequence[int]
-    depth: int
-    kind: str
-    request: int
-
-    @property
-    def key(self) -> int:
-        return self.keys[self.depth - 1]
 
 
 class RollingOwner(Protocol):
@@ -66,8 +53,6 @@ class StateSlots:
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
         self.states = CachedStates(num_slots, tree, self.policy, clock, tier)
-        self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
-        self._unknown: set[int] = set()  # planned hashes of no prefix
         self._dirty = dirty or DirtyEntries()
 
     # ---- lookup
@@ -99,95 +84,50 @@ class StateSlots:
         """Up to `count` slots that would be evicted next, but `protected` (pinned) ones; changes nothing."""
         protected = self.pins if protected is None else protected
         victims = list(self.policy.victims(count, lambda slot: slot not in protected))
-        return self._checked_victims(victims, count, protected)
+        return self.checked_victims(victims, count, protected)
+
+    def checked_victims(self, victims: list[int], count: int, protected: Collection[int]) -> list[int]:
+        """`victims`, a choice of the policy; ValueError unless these are slots that it may evict."""
+        holds, states = range(self.num_slots), self.states
+        right = (slot in holds and states.block_of(slot) >= 0 and slot not in protected for slot in victims)
+        if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
+            raise ValueError(
+                f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
+                "slots for which evictable(slot) is true, each once"
+            )
+        return victims
 
     # ---- reservations
 
-    def plan_states(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
-        """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""
-        policy = self.policy
-        self._unknown.update(unknown)
-        for state in planned:
-            policy.insert_planned(*state)
-        wanted = dict.fromkeys(state.key for state in planned)
-        while len(wanted) > len(self.free_slots):
-            slot, key = policy.least_valuable(lambda slot: slot not in self.pins, wanted)
-            if slot >= 0:
-                self._spill(self._checked_victims([slot], 1, self.pins))
-                self._add_free([slot])
-            else:
-                key = key if key in wanted else next(reversed(wanted))
-                self._remove_planned(key)
-                del wanted[key]
-        return list(wanted)
-
-    def note_refused(self, state: PlannedState) -> None:
-        """Remember the demand for a state that got no slot while its token was unknown."""
-        if state.key not in self._planned.values():
-            self.policy.insert_planned(*state)
-            self.policy.remove_planned(state.key)
-            self.states.note_refused([state.key])
-
-    def reserve_slots(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
-        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `plan_states`."""
+    def reserve_slots(self, block_ids: Sequence[int]) -> list[int]:
+        """Allocate one slot for each block's state; may evict."""
         slots = self._allocate(len(block_ids))
         self.reserved.update(zip(slots, block_ids, strict=True))
-        self._planned.update(zip(slots, keys, strict=False))
         return slots
-
-    def expect(self, slot: int, key: int) -> None:
-        """Expect the state of this prefix in a reserved slot; its tokens were unknown before."""
-        planned = self._planned.get(slot, key)
-        if planned != key:
-            self._remove_planned(planned)
-            self._planned[slot] = key
 
     def commit_slots(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
         """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
-        keys = [self.tree.key_of(block) if block >= 0 else -1 for block in blocks]
-        for slot, block, key in zip(slots, blocks, keys, strict=True):
-            if 0 < key != self._planned.get(slot, key):
-                raise ValueError(
-                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
-                    f"of hash {self._planned[slot]}, whose state the slot is reserved for"
-                )
         results = []
-        for slot, block, key in zip(slots, blocks, keys, strict=True):
+        for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
-            planned = self._planned.pop(slot, -1)
+            key = self.tree.key_of(block) if block >= 0 else -1
             if key > 0 and not gone and block not in self.states.slot_of_block:
                 self.states.insert([block], [slot])
                 self.states.set_keys([block], [slot], [key])
             else:
                 self._add_free([slot])
-                if planned >= 0:
-                    self.policy.remove_planned(planned)
             results.append(-1 if gone else self.states.slot_of(block))
         return results
 
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
-            for key in self._unknown:
-                self.policy.discard_planned(key)
-            self._unknown.clear()
-            self._planned.clear()
-            self.policy.remove_planned(None)  # also what an interrupted `plan_states` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]
-            if slot in self._planned:
-                self._remove_planned(self._planned.pop(slot))
         self._add_free(slots)
-
-    def _remove_planned(self, key: int) -> None:
-        if key in self._unknown:
-            self._unknown.remove(key)
-            self.policy.discard_planned(key)
-        else:
-            self.policy.remove_planned(key)
 
     def fetch_state(
         self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
@@ -291,8 +231,12 @@ class StateSlots:
                 f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
                 f"{num_slots}, as so many are evictable"
             )
-        self._spill(victims, cause)
-        self._add_free(victims)
+        self.evict_slots(victims, cause)
+
+    def evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+        """Evict the states in these slots, which are not pinned."""
+        self._spill(slots, cause)
+        self._add_free(slots)
 
     def remove_unpinned(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Remove the block's state, which its owner no longer needs; False, with nothing done, if pinned."""
@@ -347,8 +291,6 @@ class StateSlots:
         self.states.clear()
         self.reserved.clear()
         self.pins.clear()
-        self._planned.clear()
-        self._unknown.clear()
         self.free_slots = self._unused_slots()
         self._dirty.note(self.free_slots)
         if totals:
@@ -385,17 +327,7 @@ class StateSlots:
         del self.free_slots[cut:]
         return taken
 
-    def _checked_victims(self, victims: list[int], count: int, protected: Collection[int]) -> list[int]:
-        holds, states = range(self.num_slots), self.states
-        right = (slot in holds and states.block_of(slot) >= 0 and slot not in protected for slot in victims)
-        if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
-            raise ValueError(
-                f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
-                "slots for which evictable(slot) is true, each once"
-            )
-        return victims
-
-    def _spill(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+    def _spill(self, slots: Sequence[int], cause: StateRemovalCause) -> None:
         """Copy states that are evicted to the tier, and remove them."""
         states = self.states
         if self._tier is not None:
@@ -422,8 +354,4 @@ class StateSlots:
         assert num_owned == self.num_slots, "a slot is nowhere"
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
-        for slot, block in self.reserved.items():
-            key = self.tree.key_of(block) if block >= 0 and slot in self._planned else -1
-            assert key < 0 or key == self._planned[slot], "a slot is reserved for another prefix's block"
-        assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
-from mambaslots.inference.contexts.cache.state_slots import PlannedState, StateSlots
+from mambaslots.inference.contexts.cache.reservations import PlannedState, Reservations
+from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from oracle.kv_index import eviction_order, host_tree
 
 ROWS = 3
@@ -185,7 +186,7 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
         else:
             continue
         chosen.append(candidate)
-    assert slots.plan_states(planned(*certain)) == chosen
+    assert Reservations(slots).plan(planned(*certain)) == chosen
     assert len(slots.free_slots) == len(chosen) + free
     assert len(slots.states.slot_of_block) == evictable
 
@@ -198,9 +199,9 @@ def test_a_policy_removes_from_its_plans_what_was_not_stored_alone() -> None:
             removed.append(key)
 
     slots = StateSlots(2, Policy, host_tree())
-    key = slots.tree.key_of(0)
+    key, reservations = slots.tree.key_of(0), Reservations(slots)
     for number in (0, 1):  # the second state has a twin by the time it is written
-        assert slots.plan_states(planned(key)) == [key]
-        slots.commit_slots(slots.reserve_slots([0], [key]))
+        assert reservations.plan(planned(key)) == [key]
+        reservations.commit(*reservations.reserve_planned([0], [key]), 0)
         assert removed == [key] * number
     slots.check_integrity()
