@@ -214,7 +214,7 @@ def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: 
         assert_cache_is_right(engine)
         for pinned in pins:
             engine.unpin(pinned)
-    assert tier_of(engine).num_fetched > 0
+    assert tier_of(engine).stats().num_states_fetched > 0
     assert resumed(engine) > 0
     assert_idle(engine)
 

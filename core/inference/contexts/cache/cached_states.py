@@ -62,7 +62,7 @@ class CachedStates:
     # ---- changes
 
     def insert(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """The slots hold the blocks' states; no hash finds these states yet."""
+        """Index the states of these blocks, which the slots hold; no hash finds the states yet."""
         slot_of_block, block_of_slot = self.slot_of_block, self._block_of_slot
         key_of_slot, last_used_ns = self._key_of_slot, self._last_used_ns
         now_ns = self._now_ns()

@@ -43,8 +43,8 @@ class PrefixCache:
     A KV block that is evicted takes its state along.
 
     Attributes:
-        tree: the registered KV blocks.
-        states: the cached states.
+        tree: the index of KV blocks.
+        states: the index of states.
         kv_blocks: reference counts of KV blocks, and which are free.
         slots: the state slots; none where the cache is off.
         reservations: the slots that steps will write.

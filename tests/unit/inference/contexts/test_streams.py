@@ -154,7 +154,7 @@ def tier_traffic(
         step(block)
     for block in range(20, 24):  # the last copy is under way
         step(block)
-    return held.num_fetched, files.num_loaded
+    return held.stats().num_states_fetched, files.num_loaded
 
 
 def scrubbed_tier(simulator: Simulator, random: Random) -> None:
