@@ -33,9 +33,7 @@ class BlockTree:
         # The last registration of each block; meaningless once the block is deregistered.
         self._keys = [-1] * num_blocks
         self._tokens = [b""] * num_blocks
-        self._predecessors: list[Parent] = [
-            -1
-        ] * num_blocks  # as `parents`, but the root digest for the origin
+        self._predecessors: list[Parent] = [-1] * num_blocks  # `parents`, with root digests for the origin
 
     def clear(self) -> None:
         """Remove every block and ghost."""

@@ -30,8 +30,10 @@ class CachedStates:
         self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.version = 0  # counts changes of what a hash finds, and never falls
         self._changed = deque[int](maxlen=_MAX_CHANGES)  # the hashes of the last changes
-        # For each slot its last state's block, hash (0: none) and last use; stale without a state.
-        self._block_of_slot, self._key_of_slot, self._last_used_ns = ([0] * num_slots for _ in range(3))
+        # For each slot the last state's block, hash (0: none) and last use; stale without a state.
+        self._block_of_slot = [0] * num_slots
+        self._key_of_slot = [0] * num_slots
+        self._last_used_ns = [0] * num_slots
         self._clock = clock
         self._latest_ns = 0  # no two changes happen at one time, also where the clock stands
         tree.leaves.holds_state = self.holds_state
