@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
-from ..inference.contexts.cache.paths import remove_rolling
 from ..inference.contexts.cache.state_slots import StateSlots
 from .admission import adopt_twin, caches_states
 from .host_record import RequestTrack, record_of
@@ -63,7 +62,7 @@ class AnswerStates:
         found: dict[int, Crossing] = {}
         if not (tracks := record_of(context).tracks):
             return found
-        states, size = slots.tree.slot_of_block, context.block_size_tokens
+        states, size = slots.states.slot_of_block, context.block_size_tokens
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:
@@ -121,8 +120,8 @@ class AnswerStates:
     def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
         boundary = self._boundary(crossing)
-        rolls = self._slots.tree.slot_of(block) == slot and boundary is not None and not boundary.keeps
-        remove_rolling(self._slots, track)
+        rolls = self._slots.states.slot_of(block) == slot and boundary is not None and not boundary.keeps
+        self._slots.remove_rolling(track)
         if rolls:
             track.rolling_block = block
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.cache.paths import remove_rolling_states
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, WrittenState
 from ..inference.kernels.operands import ConvAndSsm
 from ..inference.kernels.state_copy import copy_states
@@ -54,8 +53,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._intermediate_block_ids_cpu = planned.inner_blocks
         self._eos_cache_block_id_cpu = planned.end_blocks
         self.answers = AnswerStates(context, self.slots, self._plan) if self.settings.cache_answers else None
-        self._record, tree = record_of(context), self.slots.tree
-        self._record.turnover = tree.state_turnover = self._record.turnover or tree.state_turnover
+        self._record, states = record_of(context), self.slots.states
+        self._record.turnover = states.turnover = self._record.turnover or states.turnover
         self.num_dropped = self._record.dropped
         self._restore_pins: list[int] = []
         self._backup: ConvAndSsm | None = None
@@ -131,7 +130,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             missing = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
             raise RuntimeError(f"blocks {missing} were to be restored, and have no state")
         for slot in slots:
-            self.slots.note_use(slot)
+            self.slots.states.note_use(slot)
         live = [live for _, live in pending]
         copy_states(self._durable, slots, self._live_states(), live)
         self.unpin_restores()
@@ -152,7 +151,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _evict_as_host(self, blocks: Sequence[int]) -> None:
         """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
-        kv, slot_of = self.context.kv_block_allocator, self.slots.tree.slot_of_block
+        kv, slot_of = self.context.kv_block_allocator, self.slots.states.slot_of_block
         required = len({block for block in blocks if block not in slot_of})
         missing = required - self.free_count
         if missing <= 0:
@@ -174,7 +173,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         """See the base; a block without a slot gets one with a zero state, where a slot is free."""
         blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
         check_lengths(blocks, hashes=keys)
-        states = self.slots.tree.slot_of_block
+        states = self.slots.states.slot_of_block
         lacking = [b for b, key in zip(blocks, keys, strict=True) if b not in states and key > 0]
         if lacking:
             reserved = self.slots.reserved.values()
@@ -226,9 +225,9 @@ class HostSlotAllocator(MambaSlotAllocator):
             super()._commit(states)
             return
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        remove_rolling_states(self.slots, tracks, len(crossed) + len(states))
+        self.slots.remove_rolling_states(tracks, len(crossed) + len(states))
         room = max(0, self.slots.num_available - len(states))  # the states of prompts come first
-        self.slots.tree.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
+        self.slots.states.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
         del crossed[room:]
         slots = self.slots.reserve_slots([block for block, _ in crossed])
         try:

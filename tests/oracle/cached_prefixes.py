@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mambaslots as ms
 import numpy as np
 import torch
-from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
+from mambaslots.inference.contexts.cache.block_tree import BlockTree
 from oracle.serving import kept_oracle, small_model
 from oracle.toy_answers import Sequence as ToySequence
 from oracle.toy_lm import DIM, ToyLM, weights_of
@@ -39,9 +39,9 @@ def assert_cache_is_right(engine: ms.DynamicInferenceEngine, tolerance: float = 
     tree, slots = context.prefix_cache.kv_blocks.tree, context.prefix_cache.slots
     pool, kv = context.memory.durable_pool, context.memory.kv_cache
     states = 0
-    for block in slots.tree.state_block_of_key.values():
+    for block in slots.states.block_of_key.values():
         tokens = tokens_to(tree, block)
-        slot = pool.durable_index(slots.tree.slot_of(block))
+        slot = pool.durable_index(slots.states.slot_of(block))
         for name, wanted in snapshot(engine.model, tokens).states.items():
             _assert_close(pool[name][:, slot], wanted, tolerance, f"{name} behind {len(tokens)} tokens")
         states += 1
@@ -62,7 +62,7 @@ def _assert_close(found: torch.Tensor, wanted: Any, tolerance: float, what: str)
     )
 
 
-def tokens_to(tree: PrefixTree, block: int) -> tuple[int, ...]:
+def tokens_to(tree: BlockTree, block: int) -> tuple[int, ...]:
     """The tokens of a registered prefix, up to the end of `block`."""
     parts = []
     before: int | bytes = block

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
+from mambaslots.inference.contexts.cache.block_tree import BlockTree
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 
 
-class HashedTree(PrefixTree):
+class HashedTree(BlockTree):
     """The tree of a host whose KV blocks are not registered in it."""
 
     def __init__(self, num_blocks: int, hash_of: Callable[[int], int]) -> None:
@@ -20,7 +20,7 @@ class HashedTree(PrefixTree):
         return [self._hash(block)]
 
 
-def host_tree(offset: int = 1) -> PrefixTree:
+def host_tree(offset: int = 1) -> BlockTree:
     """The tree of a host whose KV blocks have their number and `offset` as hash."""
     return HashedTree(4096, lambda block: block + offset)
 

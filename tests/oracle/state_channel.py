@@ -25,7 +25,7 @@ def resumable_keys(cache: PrefixCache) -> set[int]:
     return {
         key
         for key, block in tree.block_of_key.items()
-        if block in cache.slots.tree.slot_of_block or (tier is not None and key in tier)
+        if block in cache.slots.states.slot_of_block or (tier is not None and key in tier)
     }
 
 

@@ -46,12 +46,12 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "blocks": dict(kv.tree.block_of_key),
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
-        "states": dict(slots.tree.slot_of_block),
-        "state keys": dict(slots.tree.state_block_of_key),
+        "states": dict(slots.states.slot_of_block),
+        "state keys": dict(slots.states.block_of_key),
         "free slots": list(slots.free_slots),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
-        "recency": slots.tree.states_by_recency(),
+        "recency": slots.states.by_recency(),
         "order of eviction": eviction_order(slots),
     }
 

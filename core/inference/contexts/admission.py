@@ -10,8 +10,8 @@ import torch
 
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
-from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
+from .cache.prefix_match import PrefixMatch
 from .device_memory import DeviceMemory
 from .input_pages import NO_PAGES, InputPages, PageTable
 from .pool_sizes import num_live_slots
@@ -204,20 +204,30 @@ class Admission:
         self, request: DynamicInferenceRequest, allocation: Allocation
     ) -> ScheduledRequest | None:
         """A decode, perhaps of a token that only the device knows."""
-        start, path, size = allocation.num_computed, allocation.path, self._block_size
-        is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
-        num_inputs = start % self._chunk_size + 1
-        num_pages = self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
-        if needs_block + num_pages:
+        start, path = allocation.num_computed, allocation.path
+        needs_block, num_pages = self._missing(allocation)
+        if needs_block or num_pages:
             if not self._cache.kv_blocks.is_memory_available(needs_block + num_pages):
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
             if num_pages:
-                self.page_table.grow(allocation, num_inputs)
+                self.page_table.grow(allocation, start % self._chunk_size + 1)
         return ScheduledRequest.of(
-            request, allocation, start, start + 1, decoding=True, is_ahead=is_ahead,
+            request, allocation, start, start + 1, decoding=True, is_ahead=start == len(request.tokens),
             boundaries=self._boundaries(allocation, start, start + 1),
         )  # fmt: skip
+
+    def _missing(self, allocation: Allocation) -> tuple[bool, int]:
+        """Whether a decode lacks a block for its next token's KV, and how many pages it lacks."""
+        start = allocation.num_computed
+        needs_block = start == len(allocation.path.blocks) * self._block_size
+        num_inputs = start % self._chunk_size + 1
+        return needs_block, self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
+
+    def can_decode(self, allocations: Iterable[Allocation]) -> bool:
+        """Whether there are blocks and pages for one more token of all these decodes; evicts nothing."""
+        num_blocks = sum(sum(self._missing(allocation)) for allocation in allocations)
+        return not num_blocks or self._cache.kv_blocks.is_memory_available(num_blocks)
 
     def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
         """The decode with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""

@@ -11,7 +11,7 @@ from ...config import InferenceConfig
 from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable, ceil_div
-from .cache.free_lists import DirtyEntries, MemoryCleaner
+from .cache.cleaning import DirtyEntries, MemoryCleaner
 from .cache.memory import ALIGNMENT, UnitSizes
 from .input_pages import input_bytes, input_shapes, page_offsets
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots

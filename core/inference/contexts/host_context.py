@@ -3,11 +3,11 @@
 from typing import Any
 
 from ...validation import INT32_MAX, integer, refused
+from .cache.block_tree import BlockTree
 from .cache.kv_block_allocator import KVBlockAllocator
-from .cache.prefix_tree import PrefixTree
 
 
-class HostTree(PrefixTree):
+class HostTree(BlockTree):
     """The index of states over a host's own index of KV blocks, which are not registered here."""
 
     def __init__(self, num_blocks: int, host_kv: Any) -> None:

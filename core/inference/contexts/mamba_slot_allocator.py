@@ -113,7 +113,7 @@ class MambaSlotAllocator:
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
-        self.hash_to_block_id = tree.state_block_of_key
+        self.hash_to_block_id = self.slots.states.block_of_key
         if self._block_size % self._grid:
             warnings.warn(
                 f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({self._grid}): most "
@@ -188,13 +188,13 @@ class MambaSlotAllocator:
     @property
     def block_to_slot(self) -> Tensor:
         slots = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
-        by_block = self.slots.tree.slot_of_block
+        by_block = self.slots.states.slot_of_block
         slots[list(by_block)] = torch.tensor(list(by_block.values()), dtype=torch.int32, device="cpu")
         return slots
 
     @property
     def slot_to_block(self) -> Tensor:
-        blocks = [self.slots.tree.block_of(slot) for slot in range(self.max_slots)]
+        blocks = [self.slots.states.block_of(slot) for slot in range(self.max_slots)]
         return torch.tensor(blocks, dtype=torch.int32, device="cpu")
 
     @property
@@ -207,14 +207,14 @@ class MambaSlotAllocator:
 
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
-        return self.slots.tree.slot_of(integer("block_id", block_id, 0, self._num_blocks - 1))
+        return self.slots.states.slot_of(integer("block_id", block_id, 0, self._num_blocks - 1))
 
     # ---- reservations
 
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
         """See `StateSlots.reserve_slots`."""
         blocks = self._checked_blocks(block_ids)
-        taken = {*self.slots.reserved.values(), *self.slots.tree.slot_of_block}
+        taken = {*self.slots.reserved.values(), *self.slots.states.slot_of_block}
         if len(set(blocks)) < len(blocks) or not taken.isdisjoint(blocks):
             raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks without state or reservation")
         return self.slots.reserve_slots(blocks)
@@ -247,8 +247,8 @@ class MambaSlotAllocator:
         self.slots.unpin(slot)
 
     def note_use(self, slot: int) -> None:
-        """See `StateSlots.note_use`."""
-        self.slots.note_use(self._checked_committed(slot))
+        """See `CachedStates.note_use`."""
+        self.slots.states.note_use(self._checked_committed(slot))
 
     # ---- slots that enter the maps at once, and invalidation
 
@@ -285,12 +285,12 @@ class MambaSlotAllocator:
         if keys is not hashes:  # some may be <= 0
             named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
             blocks, keys = [block for block, _ in named], [key for _, key in named]
-        slot_of_block = self.slots.tree.slot_of_block
+        slot_of_block = self.slots.states.slot_of_block
         try:
             slots = [slot_of_block[block] for block in blocks]
         except KeyError:
             raise refused("block_ids", block_ids, "blocks with a slot") from None
-        self.slots.register(blocks, slots, keys)
+        self.slots.states.set_keys(blocks, slots, keys)
 
     # ---- states
 
@@ -335,7 +335,7 @@ class MambaSlotAllocator:
         if slot < 0:
             return False
         live = self._live_index(request_idx)
-        self.slots.note_use(slot)
+        self.slots.states.note_use(slot)
         copy_states(self._durable, [slot], self._live_states(), [live])
         return True
 
@@ -349,9 +349,9 @@ class MambaSlotAllocator:
     def _check_writable(self, slot: int) -> None:
         """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
         slots = self.slots
-        block = slots.tree.block_of(slot)
+        block = slots.states.block_of(slot)
         unowned = block < 0 and slot not in slots.reserved
-        if slot in slots.pins or unowned or slots.tree.state_key_of(block) > 0:
+        if slot in slots.pins or unowned or slots.states.key_of(slot) > 0:
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
     # ---- before the step
@@ -428,7 +428,8 @@ class MambaSlotAllocator:
         """Copy and commit the states, those in scratch first, as far as slots go."""
         by_worth = sorted(states, key=lambda state: self._planned.worth.get(state.block, 0))
         count = min(len(states), self.slots.num_available) if states else 0
-        self.slots.tree.note_refused([state.key for state in by_worth[count:]])
+        self.slots.states.note_refused([state.key for state in by_worth[count:]])
+        self.num_dropped += len(states) - count
         if not count:
             return
         kept = set(by_worth[:count])
@@ -454,11 +455,11 @@ class MambaSlotAllocator:
         if not places:
             return []
         keys = self._keys_of([block for block, *_ in places])
-        tree, reserved = self.slots.tree, set(self.slots.reserved.values())
+        states, reserved = self.slots.states, set(self.slots.reserved.values())
         found: dict[int, WrittenState] = {}
         for (block, row, in_scratch), key in zip(places, keys, strict=True):
-            findable = key > 0 and tree.state_block_of_key.get(key, block) == block
-            if findable and block not in reserved and block not in tree.slot_of_block:
+            findable = key > 0 and states.block_of_key.get(key, block) == block
+            if findable and block not in reserved and block not in states.slot_of_block:
                 found.setdefault(block, WrittenState(block, row, key, in_scratch))
         return list(found.values())
 
@@ -498,6 +499,6 @@ class MambaSlotAllocator:
         return slots
 
     def _checked_committed(self, slot: int) -> int:
-        if self.slots.tree.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
+        if self.slots.states.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
         return int(slot)

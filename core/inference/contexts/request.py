@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Self
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain
-from .cache.paths import CachedPath, PathStep, PrefixMatch, Span
+from .cache.paths import CachedPath, PathStep
 from .cache.pool_stats import COMPUTE_REASONS, ComputeReason
+from .cache.prefix_match import PrefixMatch, Span
 
 
 class TokenView(Sequence[int]):

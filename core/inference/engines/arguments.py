@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ...parallel_groups import ParallelGroups
 from ...request import SamplingParams
 from ...validation import as_list, instance, integer, integers, refused, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from ..contexts.cache.hashing import PrefixHashChain, SaltKey, drawn_key, given_key, salt_bytes
+from ..contexts.cache.hashing import PrefixHashChain, SaltKey, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import NO_ID, DynamicInferenceRequest
 from .drafter import Drafter, NgramDrafter
@@ -216,4 +217,4 @@ def agreed_salt_key(
             f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "
             "none on any"
         )
-    return SaltKey(groups.gather(drawn_key(), device)[0] if key is None else key)
+    return SaltKey(groups.gather(secrets.token_bytes(32), device)[0] if key is None else key)

@@ -7,8 +7,8 @@ from itertools import islice
 from ...errors import KVBlockCapacityError
 from ...validation import integers
 from ..contexts.cache.checkpoint_plan import MAX_COMPARED
-from ..contexts.cache.paths import PrefixMatch
 from ..contexts.cache.prefix_cache import PrefixCache
+from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter
@@ -115,10 +115,10 @@ class Scheduler:
                 return []
             elif request.next_token is None and len(request.tokens) + 1 < request.max_length:
                 decodes.append(request)
+        if not self._context.admission.can_decode(map(_allocation, decodes)):
+            return []
         self.num_paused = 0
         batch = self._advance(decodes, self._config.max_tokens_per_step)
-        if len(batch) < len(decodes):
-            return []
         batch += self._advance(prefills, self._config.max_tokens_per_step - len(batch))
         if not self.num_paused:
             self._admit(batch)
@@ -246,7 +246,7 @@ class PendingStates:
             if self._cache.slots.num_available <= len(self._positions):
                 return
             key = scheduled.key_at(boundary.position)
-            if key not in self._positions and key not in self._cache.tree.state_block_of_key:
+            if key not in self._positions and key not in self._cache.states.block_of_key:
                 self._positions[key] = boundary.position
 
     def defers(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:

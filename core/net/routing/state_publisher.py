@@ -11,7 +11,7 @@ class StatePublisher:
     """Makes the `StateEvents` of one replica.
 
     A step costs nothing more; a call costs O(changes since the last one), or O(states) where those are more
-    than the tree lists. The thread that calls the engine makes the calls.
+    than the index lists. The thread that calls the engine makes the calls.
 
     Attributes:
         replica: the replica's name.
@@ -37,28 +37,28 @@ class StatePublisher:
         self.replica = StateEvents(replica, 0, 0).replica if isinstance(replica, str) else ""
         if not self.replica:
             raise refused("replica", replica, "a str that is not empty")
-        self._tree = cache.tree
+        self._states = cache.states
         self._epoch = time.time_ns()  # larger than that of an earlier process with this replica's name
         self._sequence = -1
         self._published: set[int] = set()
-        self._num_changes = -1  # of the tree, when it was read last
+        self._version = -1  # of the states, when they were read last
 
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
-        tree, published, is_first = self._tree, self._published, self._sequence < 0
-        states, copies, num_changes = tree.state_block_of_key, tree.offloaded, tree.num_changes
-        changed = None if is_first else tree.changed_since(self._num_changes)
+        index, published, is_first = self._states, self._published, self._sequence < 0
+        states, copies, version = index.block_of_key, index.offloaded, index.version
+        changed = None if is_first else index.changed_since(self._version)
         if changed is None:
             changed = {*states, *copies} ^ published
         changed = {key for key in changed if (key in states or key in copies) != (key in published)}
         if not (changed or is_first):
-            self._num_changes = num_changes
+            self._version = version
             return None
         removed = tuple(changed & published)
         inserted = tuple(changed.difference(removed))
         self._sequence += 1  # first: after an interrupt a reader misses this number, and asks for a snapshot
         self._published ^= changed
-        self._num_changes = num_changes
+        self._version = version
         return StateEvents(self.replica, self._epoch, self._sequence, inserted, removed, is_first)
 
     def snapshot(self) -> StateEvents:

@@ -73,7 +73,7 @@ WAYS: dict[str, Callable[[Engine, Engine, Path], Any]] = {
 def drop_states(engine: Engine, kept: int = 0) -> None:
     """All states but the first `kept` ones leave; their KV stays."""
     slots = engine.context.prefix_cache.slots
-    for block in sorted(slots.tree.slot_of_block)[kept:]:
+    for block in sorted(slots.states.slot_of_block)[kept:]:
         slots.remove_unpinned(block)
 
 
@@ -178,12 +178,12 @@ def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
     (result,) = serve_checked(engine, [[*texts[0], 1]], length=1)
     assert result.num_resumed_tokens == 0
     assert_cache_is_right(engine)
-    assert tier.num_damaged > 0
+    assert tier.stats().num_copies_damaged > 0
     for text in texts[1:] + texts:
         (result,) = serve_checked(engine, [[*text, 2]], length=1)
         assert_cache_is_right(engine)
     assert result.num_resumed_tokens == 24
-    assert tier.num_fetched > 0
+    assert tier.stats().num_states_fetched > 0
 
 
 @pytest.mark.disaster(number=13)
@@ -231,7 +231,7 @@ class Watch:
 
     def _findable(self) -> Any:
         cache = self.engine.context.prefix_cache
-        return dict(cache.kv_blocks.tree.block_of_key), dict(cache.slots.tree.state_block_of_key)
+        return dict(cache.kv_blocks.tree.block_of_key), dict(cache.slots.states.block_of_key)
 
     def look(self) -> None:
         self.looks += 1

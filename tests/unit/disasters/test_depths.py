@@ -77,19 +77,22 @@ def test_a_state_of_one_depth_is_not_committed_under_a_key_of_another() -> None:
 def test_a_refused_commit_changes_nothing() -> None:
     engine = small_engine()
     serve_checked(engine, [LONG[:33]])
-    slots, tree = engine.context.prefix_cache.slots, engine.context.prefix_cache.kv_blocks.tree
-    one, other, *_ = (block for block in tree.block_of_key.values() if block not in slots.tree.slot_of_block)
-    (slot,) = slots.reserve_slots([one], [tree.key_of(one)])
-    before = slots.counts, dict(slots.reserved), dict(slots._planned)
+    cache = engine.context.prefix_cache
+    slots, tree, reservations = cache.slots, cache.tree, cache.reservations
+    one, other, *_ = (
+        block for block in tree.block_of_key.values() if block not in slots.states.slot_of_block
+    )
+    (slot,) = reservations.reserve_planned([one], [tree.key_of(one)])
+    before = slots.counts, dict(slots.reserved), dict(reservations._planned)
     with pytest.raises(ValueError, match=f"the block of hash {tree.key_of(one)}, whose state the slot"):
-        slots.commit_slots([slot], [other])
-    assert (slots.counts, slots.reserved, slots._planned) == before
+        reservations.commit(slot, other)
+    assert (slots.counts, slots.reserved, reservations._planned) == before
     slots.reserved[slot] = other
     with pytest.raises(AssertionError, match="a slot is reserved for another prefix's block"):
-        slots.check_integrity()
+        reservations.check_integrity()
     slots.reserved[slot] = one
-    slots.check_integrity()
-    slots.release([slot])
+    reservations.check_integrity()
+    reservations.release([slot])
 
 
 class StatesChecked(Client):

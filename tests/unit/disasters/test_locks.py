@@ -169,7 +169,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
 
     def looking(*arguments: Any) -> None:
         slots = target.context.prefix_cache.slots
-        assert len(slots.reserved) == len(slots.reserved | slots.tree.slot_of_block) > 0
+        assert len(slots.reserved) == len(slots.reserved | slots.states.slot_of_block) > 0
         if not slots.num_available:
             with pytest.raises(ms.MambaSlotCapacityError):
                 slots.reserve_slots([10**6])
@@ -214,7 +214,7 @@ def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: 
         assert_cache_is_right(engine)
         for pinned in pins:
             engine.unpin(pinned)
-    assert tier_of(engine).num_fetched > 0
+    assert tier_of(engine).stats().num_states_fetched > 0
     assert resumed(engine) > 0
     assert_idle(engine)
 

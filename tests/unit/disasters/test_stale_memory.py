@@ -40,7 +40,7 @@ class FreedBytesAreOnes:
         allocations = [request.allocation for request in context.requests if request.allocation]
         committed = [
             memory.durable_pool.durable_index(s)
-            for s in context.prefix_cache.slots.tree.slot_of_block.values()
+            for s in context.prefix_cache.slots.states.slot_of_block.values()
         ]
         committed += [
             memory.durable_pool.durable_index(allocation.path.state_slot)

@@ -104,7 +104,7 @@ def test_any_paths_come_and_go(calls: list[tuple[list[int], str]]) -> None:
 def cached_prefixes(engine: ms.DynamicInferenceEngine) -> set[Path]:
     """The token prefixes that have a state, read from the maps; matching has no part in it."""
     cache = engine.context.prefix_cache
-    return {tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.tree.state_block_of_key.values()}
+    return {tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.states.block_of_key.values()}
 
 
 def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[int]]) -> int:

@@ -35,7 +35,7 @@ FAULTS = {
         "fault_01",
         (
             (
-                POLICIES + "paths.py",
+                POLICIES + "prefix_match.py",
                 "min(limit, num_tokens - 1) // size",
                 "min(limit, max(0, num_tokens - 2)) // size",
             ),
@@ -73,7 +73,7 @@ FAULTS = {
                 "match = request.match or self.match(request)",
             ),
             (
-                POLICIES + "state_slots.py",
+                POLICIES + "cached_states.py",
                 "self.policy.use(slot)",
                 "pass",
             ),
@@ -83,12 +83,12 @@ FAULTS = {
         "fault_05",
         (
             (
-                POLICIES + "prefix_tree.py",
+                POLICIES + "block_tree.py",
                 "        canonical = self.match(parent, keys, tokens)\n",
                 "        canonical = []\n",
             ),
             (
-                POLICIES + "prefix_tree.py",
+                POLICIES + "block_tree.py",
                 "            if key in block_of_key:",
                 "            if False:",
             ),
@@ -133,7 +133,7 @@ FAULTS = {
             (
                 CONTEXTS + "mamba_slot_allocator.py",
                 "        self.slots.remove(self._checked_blocks(",
-                "        if hashes_to_delete & self.slots.tree.state_block_of_key.keys():\n"
+                "        if hashes_to_delete & self.slots.states.block_of_key.keys():\n"
                 "            self.slots.remove(self._checked_blocks(",
             ),
         ),
@@ -152,7 +152,7 @@ FAULTS = {
         "fault_11",
         (
             (
-                POLICIES + "prefix_tree.py",
+                POLICIES + "cached_states.py",
                 "            if block_of_key.setdefault(key, block) == block:\n",
                 "            if block_of_key.setdefault(key, block):\n",
             ),
@@ -176,7 +176,7 @@ FAULTS = {
             (
                 POLICIES + "state_slots.py",
                 "lambda slot: slot not in protected",
-                f"lambda slot: not {HOST_KV}.block_ref_counts[self.tree.block_of(slot)]",
+                f"lambda slot: not {HOST_KV}.block_ref_counts[self.states.block_of(slot)]",
             ),
         ),
     ),
@@ -254,8 +254,8 @@ FAULTS = {
                 "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
-                "            if block in slots.tree.slot_of_block:\n"
-                "                slots.note_use(slots.tree.slot_of(block))\n"
+                "            if block in slots.states.slot_of_block:\n"
+                "                slots.states.note_use(slots.states.slot_of(block))\n"
                 "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
             ),
         ),

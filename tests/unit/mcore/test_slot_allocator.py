@@ -195,6 +195,7 @@ def test_a_full_pool_costs_states_never_the_step(max_slots):
     for key in {1002, 1003, 1005, 1006} - slots.hash_to_block_id.keys():
         if max_slots:
             assert slots.slots.tree.ghosts.has(key, "refused state")
+    assert slots.num_dropped == 4 - max_slots
     slots.check_integrity()
 
 
@@ -204,6 +205,7 @@ def test_a_pool_full_of_pinned_states_costs_the_new_states():
     served(host, slots, [Chunk(FakeRequest(1, tokens(12)), 0, 0, 12)], {1: [1, 2, 3]})
     assert slots.hash_to_block_id == {109: 9}
     assert slots.slots.tree.ghosts.has(1003, "refused state")
+    assert slots.num_dropped == 2
     slots.check_integrity()
 
 

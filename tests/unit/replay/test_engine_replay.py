@@ -30,8 +30,8 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
     cache = replay.context.prefix_cache
     return (
         replay.now_ns,
-        cache.slots.tree.slot_of_block.copy(),
-        cache.slots.tree.state_block_of_key.copy(),
+        cache.slots.states.slot_of_block.copy(),
+        cache.slots.states.block_of_key.copy(),
         list(cache.slots.free_slots),
         eviction_order(cache.slots),
         cache.slots.pins.copy(),

@@ -119,8 +119,8 @@ def test_a_replay_decides_as_a_real_engine(
     found = replay.run()
     assert found.resumed_lengths == tuple(result.num_resumed_tokens for result in results)
     real, replayed = engine.context.prefix_cache, replay.context.prefix_cache
-    assert real.slots.tree.state_block_of_key == replayed.slots.tree.state_block_of_key
-    assert real.slots.tree.slot_of_block == replayed.slots.tree.slot_of_block
+    assert real.slots.states.block_of_key == replayed.slots.states.block_of_key
+    assert real.slots.states.slot_of_block == replayed.slots.states.slot_of_block
     assert eviction_order(real.slots) == eviction_order(replayed.slots)
     assert real.kv_blocks.tree.block_of_key == replayed.kv_blocks.tree.block_of_key
     assert engine.context.cache_stats() == replay.context.cache_stats()

@@ -1,27 +1,34 @@
 """What is cached, where, and held by which sequence: numbers and token ids; a host adds the tensors.
 
-A sequence calls `PrefixCache`, whose docstring lists the calls in their order. It works with one index, the
-pool of blocks and that of slots. Elsewhere, only a host's slot allocator changes the index (`note_refused`):
+A sequence calls `PrefixCache`, whose docstring lists the calls in their order. It works with two indexes, of
+blocks and of states, and with the pool of each:
 
-    prefix_cache ---- kv_block_allocator, state_slots ---- prefix_tree
-      |                     |                |
-    paths,             memory, borrowing   eviction, value_eviction, tier
-    checkpoint_plan, pins
+    prefix_cache ------- kv_block_allocator -------- block_tree
+      |                     |                            |
+    paths, pins          borrowing, memory               |
+      |                     |                            |
+    reservations ------- state_slots --------------- cached_states ---- eviction, value_eviction
 
 prefix_cache         the calls of a sequence
-paths                a sequence: what of it is cached and why no more, what it holds, what a step stores
+paths                a sequence: what it holds, what its next step computes and stores
+prefix_match         what of a sequence is cached, and why no more
 checkpoint_plan      which boundaries a step stores; imports no other part
+reservations         slots that steps will write, as the eviction policy plans them
 pins                 prefixes that stay until they are unpinned
-prefix_tree          the index: registered blocks, the states at their ends, what changed last
-free_lists           free blocks, dirty entries, and which leaf of the tree is freed next
-kv_block_allocator   KV blocks: reference counts, the free list, eviction; checks the arguments of a host
+block_tree           the index of blocks: who holds them, which continues which, which are evicted next
+cached_states        the index of states: slots, hashes, uses, what changed last; notifies the policy
+ghosts               what is gone under which hash
+leaf_order           which leaf of the tree is evicted next
+kv_block_allocator   KV blocks: the free list, eviction; checks the arguments of a host
+free_blocks          the free lists of blocks
 state_slots          slots: free, reserved, committed, live; pins; which states are evicted or fetched
 eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value
 state_tree           what that policy knows of prefixes, ghosts included
 use_rates            how soon requests come back to a state of each class
 memory, borrowing    both pools as units of one memory, whose sides may change
+cleaning             which free entries are not zero yet
 tier                 which states have a copy in host memory or in a file
-hashing              chained hashes of blocks, salts, and what is gone under which hash
+hashing              chained hashes of blocks, and salts
 pool_stats           counts, and why tokens were computed or entries removed
 """

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .free_lists import BlocksByUnit, MemoryCleaner
+from .cleaning import MemoryCleaner
+from .free_blocks import BlocksByUnit
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots
@@ -61,16 +62,16 @@ class Borrowing:
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, of `MAX_LOOKS` from the hand on."""
-        units, tree = self.units, self._kv_blocks.tree
+        units, states = self.units, self._slots.states
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MAX_LOOKS)):
             unit = first + (self._clock_hand + step) % count
             if units.holds_states[unit] or (leaves := self._leaves_of(unit)) is None:
                 continue
-            slots = [tree.slot_of(block) for block in leaves if tree.holds_state(block)]
+            slots = [states.slot_of(block) for block in leaves if states.holds_state(block)]
             if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
                 continue  # a state of a tier, or one that is read
-            last_use = max(map(tree.leaves.timestamps.__getitem__, leaves), default=0)
+            last_use = max(map(self._kv_blocks.tree.leaves.timestamps.__getitem__, leaves), default=0)
             yield KVUnit(unit, leaves, slots, last_use)
         self._clock_hand = (self._clock_hand + MAX_LOOKS) % max(1, count)
 

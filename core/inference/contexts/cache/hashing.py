@@ -1,10 +1,8 @@
-"""Chained hashes of token blocks, the roots of chains, and what is gone under which hash."""
+"""Chained hashes of token blocks, and the roots of chains."""
 
 import hashlib
 import hmac
-import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -109,11 +107,6 @@ def given_key(setting: bytes | str | None, environment: Mapping[str, str]) -> by
     return None if text is None else key_bytes(ENVIRONMENT_NAME, text)
 
 
-def drawn_key() -> bytes:
-    """A new random key."""
-    return secrets.token_bytes(32)
-
-
 def salt_bytes(name: str, salt: object) -> bytes | None:
     """A salt as bytes; ValueError for an empty one, which is a missing name rather than no salt."""
     if salt is None:
@@ -129,63 +122,3 @@ def salt_bytes(name: str, salt: object) -> bytes | None:
         return salt.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair
         raise refused(name, salt, "a str that UTF-8 can encode") from error
-
-
-GhostKind = Literal["block", "continuation", "state", "refused state"]
-"""What is gone under a prefix hash: its KV block, a block that continued it, its state, or a state for which
-no slot was available."""
-_BITS: dict[GhostKind, int] = {"block": 1, "continuation": 2, "state": 4, "refused state": 8}
-_STATES = _BITS["state"] | _BITS["refused state"]
-
-
-class GhostList:
-    """A bounded map from the hashes of prefixes to the kinds of ghosts under them; O(1) a hash.
-
-    A block that is registered again stays listed as gone. A state is listed until `discard_states` names it.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._young: dict[int, int] = {}  # hash -> bits
-        self._old: dict[int, int] = {}  # cleared when the young one has `capacity` hashes
-        self.num_lapses = 0  # how often that was
-
-    def add_all(self, keys: Collection[int], kind: GhostKind) -> None:
-        young, old, bit = self._young, self._old, _BITS[kind]
-        others = ~_STATES if bit & _STATES else -1
-        if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
-            young.update(dict.fromkeys(keys, bit))
-        else:
-            for key in keys:
-                young[key] = (young.get(key) or old.get(key, 0)) & others | bit
-        if len(young) >= self.capacity:
-            self.num_lapses += bool(self._old) or not self.capacity
-            self._old, self._young = (young if self.capacity else {}), {}
-
-    def has(self, key: int, kind: GhostKind) -> bool:
-        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[kind])
-
-    def discard_states(self, keys: Iterable[int]) -> None:
-        """Note that the states under these hashes are there."""
-        for generation in (self._young, self._old):
-            if generation and not generation.keys().isdisjoint(keys):
-                for key in generation.keys() & keys:
-                    generation[key] &= ~_STATES
-                    if not generation[key]:
-                        del generation[key]
-
-    def deepest_state(self, keys: Sequence[int], start: int, stop: int) -> int:
-        """The largest d in (start, stop] where the state under `keys[d - 1]` is gone, else `start`."""
-        young, old = self._young, self._old
-        inside = keys[start:stop][::-1]
-        if not inside or (young.keys().isdisjoint(inside) and old.keys().isdisjoint(inside)):
-            return start
-        gone = ((young.get(key) or old.get(key, 0)) & _STATES for key in inside)
-        return next((stop - i for i, bits in enumerate(gone) if bits), start)
-
-    def clear(self) -> None:
-        self.num_lapses += 1
-        self._young, self._old = {}, {}
-
-    def __len__(self) -> int:
-        return len(self._young.keys() | self._old.keys())

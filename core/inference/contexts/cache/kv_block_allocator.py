@@ -8,10 +8,11 @@ from typing import Protocol
 
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
-from .free_lists import BlocksByUnit, BlockStack, DirtyEntries, FreeBlocks
+from .block_tree import BlockTree, Parent
+from .cleaning import DirtyEntries
+from .free_blocks import BlocksByUnit, BlockStack, FreeBlocks
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
-from .prefix_tree import Parent, PrefixTree
 from .state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class KVBlockAllocator:
 
     Attributes:
         total_count: blocks of the pool.
-        tree: the registered blocks, as `PrefixTree` keeps them.
+        tree: the registered blocks, as `BlockTree` keeps them.
         free_blocks: the free list.
         num_cached: registered blocks that are not held.
     """
@@ -70,11 +71,12 @@ class KVBlockAllocator:
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
         self.borrowing: BlockBorrower | None = None
-        self.tree = PrefixTree(self.total_count) if slots is None else slots.tree
+        self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
-        by_unit = BlocksByUnit(self.total_count, units.blocks_per_unit) if units else None
-        self.free_blocks: FreeBlocks = BlockStack() if by_unit is None else by_unit
+        self.free_blocks: FreeBlocks = (
+            BlocksByUnit(self.total_count, units.blocks_per_unit) if units else BlockStack()
+        )
         self._clear_references()
 
     def _clear_references(self) -> None:
@@ -218,7 +220,8 @@ class KVBlockAllocator:
     def evict_lru_blocks(self, num_blocks: int) -> list[int]:
         """Deregister and free `num_blocks` cached blocks and return them (none for a number <= 0).
 
-        Leaves go first that have no state; then the least recently used ones.
+        Leaves without a state are evicted first, and of these, and of the others, the least recently used.
+        The name is megatron-core's.
 
         Raises:
             KVBlockCapacityError: fewer blocks are cached; nothing is changed.

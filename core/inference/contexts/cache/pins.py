@@ -39,13 +39,13 @@ class PinnedPrefixes:
         self._kv_blocks = kv_blocks
         self._units = units
         self.held: dict[PinnedPrefix, tuple[list[int], int]] = {}  # KV blocks and slot, in order of pins
-        self._blocks: set[int] = set()  # that are pinned now
+        self.block_references: Counter[int] = Counter()  # of the pinned blocks
         self._next_id = 0
 
     @property
     def num_blocks(self) -> int:
         """Distinct KV blocks that pinned prefixes hold."""
-        return len(self._blocks)
+        return len(self.block_references)
 
     @property
     def max_slots(self) -> int:
@@ -59,18 +59,18 @@ class PinnedPrefixes:
             num_units = self._units.num_units_for_pins([slot for _, slot in self.held.values()])
             num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
             num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
-        return max(0, num_blocks - self.num_blocks) + sum(map(self._blocks.__contains__, shared))
+        return max(0, num_blocks - self.num_blocks) + sum(map(self.block_references.__contains__, shared))
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot, slots = self._slots.tree.slot_of(blocks[-1]), self.slot_pins
+        slot, slots = self._slots.states.slot_of(blocks[-1]), self.slot_pins
         if slot not in slots and len(slots) >= self.max_slots:
             raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.key_of(blocks[-1]))
         self.held[prefix] = (blocks, slot)
-        self._blocks.update(blocks)
+        self.block_references.update(blocks)
         self._next_id += 1
         return prefix
 
@@ -79,7 +79,7 @@ class PinnedPrefixes:
         if not isinstance(prefix, PinnedPrefix) or prefix not in self.held:
             raise refused("prefix", prefix, "a prefix that is pinned here (a reset unpins all)")
         blocks, slot = self.held.pop(prefix)
-        self._blocks = set(self.block_references)
+        self.block_references -= Counter(blocks)
         self._slots.unpin(slot)
         self._kv_blocks.release_memory_blocks(blocks)
 
@@ -90,16 +90,8 @@ class PinnedPrefixes:
     def clear(self) -> None:
         """Remove all pins; the caller resets the allocators."""
         self.held.clear()
-        self._blocks.clear()
+        self.block_references.clear()
 
     @property
     def slot_pins(self) -> Counter[int]:
         return Counter(slot for _, slot in self.held.values())
-
-    @property
-    def block_references(self) -> Counter[int]:
-        return Counter(block for blocks, _ in self.held.values() for block in blocks)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the set of pinned blocks is off."""
-        assert self._blocks == self.block_references.keys(), "the set of pinned blocks is off"

@@ -1,7 +1,7 @@
 """How full the pools are, what entered them, and why and at what age it was removed."""
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -106,21 +106,14 @@ class Turnover[Cause: str]:
 
     def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
         """Note the ages of evicted states."""
-        first, number = last_used_ns[0], len(last_used_ns)
-        if last_used_ns.count(first) == number:  # most are: what is evicted together was used together
-            age = now_ns - first
+        for used, number in Counter(last_used_ns).items():  # most were used together
+            age = now_ns - used
             self._age_counts[bisect_left(_BOUNDS_NS, age)] += number
             self._age_sum_ns += age * number
             self._recent_ns.extend([age] * number)
-        else:
-            ages = [now_ns - used for used in last_used_ns]
-            for age in ages:
-                self._age_counts[bisect_left(_BOUNDS_NS, age)] += 1
-            self._age_sum_ns += sum(ages)
-            self._recent_ns.extend(ages)
 
     def repair(self, num_present: int) -> None:
-        """Repair the counts after an interrupted change: `num_present` units are there; no count falls."""
+        """Repair the counts after an interrupted change: `num_present` entries are there; no count falls."""
         surplus = self.num_entered - self.num_removed - num_present
         if surplus > 0:
             self.by_cause[self._causes[-1]] += surplus
@@ -128,7 +121,7 @@ class Turnover[Cause: str]:
             self.num_entered -= surplus
 
     def check_integrity(self, num_present: int, what: str) -> None:
-        """Raise AssertionError unless `num_present` units can be there; `what` names them."""
+        """Raise AssertionError unless `num_present` entries can be there; `what` names them."""
         assert self.num_entered - self.num_removed == num_present, f"the count of removed {what} is off"
         evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
         assert sum(self._age_counts) <= evicted, f"the count of ages of {what} is off"

@@ -7,27 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
+from .block_tree import BlockTree
 from .borrowing import Borrowing
 from .checkpoint_plan import CheckpointPlan
+from .cleaning import MemoryCleaner
 from .eviction import PolicyChoice, checked_policy
-from .free_lists import MemoryCleaner
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits
-from .paths import (
-    CachedPath,
-    PathStep,
-    PrefixMatch,
-    Span,
-    TableRow,
-    planned_state,
-    remove_rolling,
-    reserve_states,
-    updated_match,
-)
+from .paths import CachedPath, PathStep, TableRow
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_tree import PrefixTree
+from .prefix_match import PrefixMatch, Span, updated_match
+from .reservations import PlannedState, Reservations
 from .state_slots import StateSlots
 from .tier import HostTier
 
@@ -51,9 +43,11 @@ class PrefixCache:
     A KV block that is evicted takes its state along.
 
     Attributes:
-        tree: what is cached under each prefix.
+        tree: the index of KV blocks.
+        states: the index of states.
         kv_blocks: reference counts of KV blocks, and which are free.
         slots: the state slots; none where the cache is off.
+        reservations: the slots that steps will write.
         pins: the pinned prefixes, and how many blocks they hold.
         tier: copies of evicted states, in host memory and on the disk; None for no tier.
     """
@@ -94,12 +88,14 @@ class PrefixCache:
         cleaner = cleaner or MemoryCleaner()
         units = MemoryUnits(division) if division is not None else None
         num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
-        self.tree = PrefixTree(num_blocks)
+        self.tree = BlockTree(num_blocks)
         self.tier = tier
         self.slots = StateSlots(
             num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
             dirty=cleaner.slots, units=units, tier=tier,
         )  # fmt: skip
+        self.states = self.slots.states
+        self.reservations = Reservations(self.slots)
         self.kv_blocks = KVBlockAllocator(
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
@@ -128,7 +124,7 @@ class PrefixCache:
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
-        return updated_match(self.tree, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+        return updated_match(self.states, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -137,7 +133,7 @@ class PrefixCache:
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
         blocks = self.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
-        while blocks and blocks[-1] not in self.tree.slot_of_block:
+        while blocks and blocks[-1] not in self.states.slot_of_block:
             blocks.pop()
         return blocks
 
@@ -225,7 +221,7 @@ class PrefixCache:
         self.slots.pin(slot)
         path.state_slot = slot
         if resumes:
-            self.slots.note_use(slot)
+            self.states.note_use(slot)
 
     def unpin_state(self, path: CachedPath) -> None:
         """Unpin the slot that the sequence continued from, if there is one."""
@@ -312,10 +308,10 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._borrowing:
-            states = self.tree.state_block_of_key
+            states = self.states.block_of_key
             wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
             self._borrowing.borrow_slots(sum(key not in states for key in wanted))
-        return reserve_states(self.slots, steps, max_inner_states)
+        return self.reservations.reserve(steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
         """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
@@ -328,30 +324,30 @@ class PrefixCache:
         for before, after in zip(planned, accepted, strict=True):
             if before.drafts:
                 unreached = before.destinations.keys() - after.destinations.keys()
-                self.slots.release([before.destinations[position] for position in unreached])
+                self.reservations.release(before.destinations[position] for position in unreached)
                 missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
                 if missing:
                     unserved.append(replace(after, boundaries=missing, destinations={}))
-        return reserve_states(self.slots, unserved)
+        return self.reservations.reserve(unserved)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""
-        path, slots = step.path, self.slots
+        path, reservations = step.path, self.reservations
         committed: dict[int, int] = {}
         for position, slot in sorted(step.destinations.items()):
             depth = position // self._block_size
             if depth > path.num_registered:
-                slots.release([slot])
+                reservations.release([slot])
                 committed[position] = -1
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # planned only now that the tokens are known, and drafts right
-                slots.policy.insert_planned(path.chain.keys, depth, "decode", path.policy_ticket)
-                slots.expect(slot, path.chain.keys[depth - 1])
-            (committed[position],) = slots.commit_slots([slot], [block])
+                state = PlannedState(path.chain.keys, depth, "decode", path.policy_ticket)
+                reservations.expect(slot, state)
+            committed[position] = reservations.commit(slot, block)
             if step.decoding:
                 keeps = any(b.position == position and b.keeps for b in step.boundaries)
-                remove_rolling(slots, path)
+                self.slots.remove_rolling(path)
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
@@ -360,18 +356,18 @@ class PrefixCache:
         """Note the states of a step that got no slot while its tokens were unknown."""
         for boundary in step.boundaries:
             key = step.key_at(boundary.position)
-            if boundary.position not in step.destinations and key not in self.tree.state_block_of_key:
-                self.slots.note_refused(planned_state(step, boundary, key))
+            if boundary.position not in step.destinations and key not in self.states.block_of_key:
+                self.reservations.note_refused(PlannedState.of(step, boundary, key))
 
     def release_reserved(self, step: PathStep) -> None:
         """Free the slots that were reserved for the states of a step whose results are not kept."""
-        self.slots.release(list(step.destinations.values()))
+        self.reservations.release(step.destinations.values())
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
         if self.tier is not None:
             self.tier.repair()
-        self.slots.release()
+        self.reservations.abort()
 
     # ---- pins, eviction, reset
 
@@ -403,6 +399,7 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.clear()
         self.slots.clear()  # first: no state may be findable once its block is free
+        self.reservations.clear()
         self.kv_blocks.deregister_all()
 
     def reset(self, *, keep_totals: bool = False) -> None:
@@ -414,11 +411,12 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.clear(totals=not keep_totals)
         self.slots.clear(totals=not keep_totals, live=True)
+        self.reservations.clear()
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.tree.state_turnover.repair(len(self.tree.slot_of_block))
+        self.states.turnover.repair(len(self.states.slot_of_block))
         self.tree.turnover.repair(len(self.tree.block_of_key))
 
     # ---- the whole
@@ -426,12 +424,12 @@ class PrefixCache:
     @property
     def num_states(self) -> int:
         """Prefixes from which a request can resume."""
-        return len(self.tree.state_block_of_key)
+        return len(self.states.block_of_key)
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = self.tree.state_turnover, self.tree.turnover
+        states, blocks = self.states.turnover, self.tree.turnover
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
@@ -462,7 +460,7 @@ class PrefixCache:
             during_step: whether slots may be reserved now.
             pages: blocks that sequences hold besides their paths, in `kv_blocks`.
         """
-        references, pins = self.pins.block_references, self.pins.slot_pins
+        references, pins = self.pins.block_references.copy(), self.pins.slot_pins
         for path in paths:
             path.check_integrity()
             references.update(path.blocks)
@@ -470,13 +468,13 @@ class PrefixCache:
         references.update(pages)
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
+        self.reservations.check_integrity()
         if self._borrowing:
             self._borrowing.check_integrity()
-        self.pins.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.tree.state_block_of_key)
-        assert num_findable == len(self.tree.slot_of_block), "a state without a hash"
+        num_findable = len(self.states.block_of_key)
+        assert num_findable == len(self.states.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
             self.tier.check_integrity(self.tree.block_of_key.__contains__)

@@ -2,29 +2,23 @@
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 from ....errors import MambaSlotCapacityError
+from .block_tree import BlockTree
+from .cached_states import CachedStates
+from .cleaning import DirtyEntries
 from .eviction import LRUEviction, PolicyChoice
-from .free_lists import DirtyEntries
 from .memory import MemoryUnits
-from .pool_stats import EVICTIONS, STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
-from .prefix_tree import PrefixTree
+from .pool_stats import STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .tier import HostTier
 from .value_eviction import ValueEviction
 
 
-class PlannedState(NamedTuple):
-    """A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
+class RollingOwner(Protocol):
+    """A sequence that decodes; `rolling_block` ends at its newest decode state that rolls, or is -1."""
 
-    keys: Sequence[int]
-    depth: int
-    kind: str
-    request: int
-
-    @property
-    def key(self) -> int:
-        return self.keys[self.depth - 1]
+    rolling_block: int
 
 
 class StateSlots:
@@ -40,29 +34,25 @@ class StateSlots:
     """
 
     def __init__(
-        self, num_slots: int, policy: PolicyChoice, tree: PrefixTree, num_kv_blocks: int = 0, *,
+        self, num_slots: int, policy: PolicyChoice, tree: BlockTree, num_kv_blocks: int = 0, *,
         clock: Clock = time.monotonic_ns, dirty: DirtyEntries | None = None,
         units: MemoryUnits | None = None, tier: HostTier | None = None,
     ) -> None:  # fmt: skip
         """Ghosts of `num_kv_blocks` states are remembered, or of 8 a slot if more."""
         self.num_slots = num_slots
         self.tree = tree
-        self.tier = tier
-        if tier is not None:
-            tree.offloaded = tier
+        self._tier = tier
         self._units = units
         self.live: set[int] = set()  # empty where live states have a pool of their own
         self.free_slots = self._unused_slots()
         self.reserved: dict[int, int] = {}  # slot -> its block, or -1 once that is evicted
         self.pins: dict[int, int] = {}  # slot -> how often it is pinned
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
-        tree.add_slots(num_slots, num_ghosts)
+        tree.ghosts.capacity = max(tree.ghosts.capacity, num_ghosts)
         if isinstance(policy, str):
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
-        self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
-        self._unknown: set[int] = set()  # planned hashes of no prefix
-        self._clock = clock
+        self.states = CachedStates(num_slots, tree, self.policy, clock, tier)
         self._dirty = dirty or DirtyEntries()
 
     # ---- lookup
@@ -74,11 +64,11 @@ class StateSlots:
 
     @property
     def counts(self) -> SlotCounts:
-        turnover = self.tree.state_turnover
+        turnover = self.states.turnover
         return SlotCounts(
             free=len(self.free_slots),
             reserved=len(self.reserved),
-            committed=len(self.tree.slot_of_block),
+            committed=len(self.states.slot_of_block),
             committed_total=turnover.num_entered,
             evicted_total=sum(turnover.by_cause[cause] for cause in STATE_EVICTIONS),
             live=len(self.live),
@@ -88,113 +78,68 @@ class StateSlots:
     def num_available(self) -> int:
         """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
-        return len(self.free_slots) + len(self.tree.slot_of_block) - num_pinned
+        return len(self.free_slots) + len(self.states.slot_of_block) - num_pinned
 
     def next_victims(self, count: int, protected: Collection[int] | None = None) -> list[int]:
         """Up to `count` slots that would be evicted next, but `protected` (pinned) ones; changes nothing."""
         protected = self.pins if protected is None else protected
         victims = list(self.policy.victims(count, lambda slot: slot not in protected))
-        return self._checked_victims(victims, count, protected)
+        return self.checked_victims(victims, count, protected)
+
+    def checked_victims(self, victims: list[int], count: int, protected: Collection[int]) -> list[int]:
+        """`victims`, a choice of the policy; ValueError unless these are slots that it may evict."""
+        holds, states = range(self.num_slots), self.states
+        right = (slot in holds and states.block_of(slot) >= 0 and slot not in protected for slot in victims)
+        if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
+            raise ValueError(
+                f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
+                "slots for which evictable(slot) is true, each once"
+            )
+        return victims
 
     # ---- reservations
 
-    def plan_states(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
-        """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""
-        policy = self.policy
-        self._unknown.update(unknown)
-        for state in planned:
-            policy.insert_planned(*state)
-        wanted = dict.fromkeys(state.key for state in planned)
-        while len(wanted) > len(self.free_slots):
-            slot, key = policy.least_valuable(lambda slot: slot not in self.pins, wanted)
-            if slot >= 0:
-                self._spill(self._checked_victims([slot], 1, self.pins))
-                self._add_free([slot])
-            else:
-                key = key if key in wanted else next(reversed(wanted))
-                self._remove_planned(key)
-                del wanted[key]
-        return list(wanted)
-
-    def note_refused(self, state: PlannedState) -> None:
-        """Remember the demand for a state that got no slot while its token was unknown."""
-        if state.key not in self._planned.values():
-            self.policy.insert_planned(*state)
-            self.policy.remove_planned(state.key)
-            self.tree.note_refused([state.key])
-
-    def reserve_slots(self, block_ids: Sequence[int], keys: Sequence[int] = ()) -> list[int]:
-        """Allocate one slot for each block's state; may evict. `keys`: the hashes from `plan_states`."""
+    def reserve_slots(self, block_ids: Sequence[int]) -> list[int]:
+        """Allocate one slot for each block's state; may evict."""
         slots = self._allocate(len(block_ids))
         self.reserved.update(zip(slots, block_ids, strict=True))
-        self._planned.update(zip(slots, keys, strict=False))
         return slots
-
-    def expect(self, slot: int, key: int) -> None:
-        """Expect the state of this prefix in a reserved slot; its tokens were unknown before."""
-        planned = self._planned.get(slot, key)
-        if planned != key:
-            self._remove_planned(planned)
-            self._planned[slot] = key
 
     def commit_slots(self, slots: Sequence[int], blocks: Sequence[int] | None = None) -> list[int]:
         """Make written slots findable as states of `blocks`; returns the slot with each state now, or -1."""
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
-        keys = [self.tree.key_of(block) if block >= 0 else -1 for block in blocks]
-        for slot, block, key in zip(slots, blocks, keys, strict=True):
-            if 0 < key != self._planned.get(slot, key):
-                raise ValueError(
-                    f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
-                    f"of hash {self._planned[slot]}, whose state the slot is reserved for"
-                )
         results = []
-        for slot, block, key in zip(slots, blocks, keys, strict=True):
+        for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
-            planned = self._planned.pop(slot, -1)
-            if key > 0 and not gone and block not in self.tree.slot_of_block:
-                self._insert([block], [slot])
-                self.register([block], [slot], [key])
+            key = self.tree.key_of(block) if block >= 0 else -1
+            if key > 0 and not gone and block not in self.states.slot_of_block:
+                self.states.insert([block], [slot])
+                self.states.set_keys([block], [slot], [key])
             else:
                 self._add_free([slot])
-                if planned >= 0:
-                    self.policy.remove_planned(planned)
-            results.append(-1 if gone else self.tree.slot_of(block))
+            results.append(-1 if gone else self.states.slot_of(block))
         return results
 
     def release(self, slots: Sequence[int] | None = None) -> None:
         """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
         if slots is None:
-            for key in self._unknown:
-                self.policy.discard_planned(key)
-            self._unknown.clear()
-            self._planned.clear()
-            self.policy.remove_planned(None)  # also what an interrupted `plan_states` planned
             slots = [slot for slot in self.reserved if slot not in self.pins]
         for slot in slots:
             del self.reserved[slot]
-            if slot in self._planned:
-                self._remove_planned(self._planned.pop(slot))
         self._add_free(slots)
-
-    def _remove_planned(self, key: int) -> None:
-        if key in self._unknown:
-            self._unknown.remove(key)
-            self.policy.discard_planned(key)
-        else:
-            self.policy.remove_planned(key)
 
     def fetch_state(
         self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
     ) -> bool:
         """See `PrefixCache.fetch_state`; `blocks` and `keys` are those of a prefix, first block first."""
-        tier, changed = self.tier, False
+        tier, changed = self._tier, False
         if tier is None or not (tier.host or tier.files):
             return False
         for depth in range(len(blocks), start // block_size_tokens, -1):
             key, block = keys[depth - 1], blocks[depth - 1]
             worth = tier.is_worth_fetching(key, depth * block_size_tokens - start)
-            if not worth or block in self.tree.slot_of_block:
+            if not worth or block in self.states.slot_of_block:
                 continue
             tier.pin(key)
             try:
@@ -204,7 +149,7 @@ class StateSlots:
                 return changed
             changed = True
             good = tier.fetch(key, slot)
-            self.tree.note_copies_lost(tier.take_lost())
+            self.states.note_copies_lost(tier.take_lost())
             if good:
                 self.commit_slots([slot])
                 return True
@@ -225,11 +170,6 @@ class StateSlots:
                 del self.reserved[slot]
                 self._add_free([slot])
 
-    def note_use(self, slot: int) -> None:
-        """A request resumes from this committed slot, or an import brought its state again."""
-        self.policy.use(slot)
-        self.tree.note_state_used(slot, self._clock())
-
     # ---- live slots
 
     def allocate_live(
@@ -242,14 +182,14 @@ class StateSlots:
         """
         room, pins = self.num_available - num_slots, self.pins
         unpinned = (
-            slot for slot in evict_last if slot >= 0 and slot not in pins and self.tree.block_of(slot) >= 0
+            slot for slot in evict_last if slot >= 0 and slot not in pins and self.states.block_of(slot) >= 0
         )
         protected = list(dict.fromkeys(unpinned))[: max(0, room)]
         takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in protected
         takes_over = takes_over and len(protected) == room
         slots = self._allocate(num_slots - takes_over, (resume_slot, *protected), "live_state")
         if takes_over:
-            self.note_use(resume_slot)
+            self.states.note_use(resume_slot)
             self._spill([resume_slot], "live_state")
             slots = [resume_slot, *slots]
         self.live.update(slots)
@@ -264,19 +204,14 @@ class StateSlots:
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
         """Commit a slot, without a hash, for each block; a block has one slot at most."""
-        slot_of_block = self.tree.slot_of_block
+        slot_of_block = self.states.slot_of_block
         new, protected = blocks, []
         if len(set(blocks)) < len(blocks) or not slot_of_block.keys().isdisjoint(blocks):
             new = [block for block in dict.fromkeys(blocks) if block not in slot_of_block]
             protected = [slot_of_block[block] for block in blocks if block in slot_of_block]
         slots = self._allocate(len(new), protected)
-        self._insert(new, slots)
+        self.states.insert(new, slots)
         return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
-
-    def register(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
-        """Make the states in these slots, of these blocks, findable by prefix hash."""
-        self.tree.register_states(blocks, slots, keys)
-        self.policy.set_keys(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
 
     # ---- eviction and what ends with a block
 
@@ -285,7 +220,7 @@ class StateSlots:
     ) -> None:
         """Evict so many unpinned states not in `protected`; an error, if there are fewer, changes nothing."""
         protected = self.pins.keys() | protected
-        states = self.tree.slot_of_block
+        states = self.states.slot_of_block
         if len(states) < num_slots + len(protected):  # judged without the policy, which a choice may reorder
             num_evictable = sum(slot not in protected for slot in states.values())
             if num_evictable < num_slots:
@@ -296,15 +231,33 @@ class StateSlots:
                 f"victims of {type(self.policy).__name__} returned {len(victims)} slots; accepted: "
                 f"{num_slots}, as so many are evictable"
             )
-        self._spill(victims, cause)
-        self._add_free(victims)
+        self.evict_slots(victims, cause)
+
+    def evict_slots(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+        """Evict the states in these slots, which are not pinned."""
+        self._spill(slots, cause)
+        self._add_free(slots)
 
     def remove_unpinned(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Remove the block's state, which its owner no longer needs; False, with nothing done, if pinned."""
-        if self.tree.slot_of(block) in self.pins:
+        if self.states.slot_of(block) in self.pins:
             return False
         self.remove([block], cause)
         return True
+
+    def remove_rolling(self, owner: RollingOwner) -> None:
+        """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
+        block = owner.rolling_block
+        slot = self.states.slot_of(block)
+        if slot < 0 or slot in self.states.used or self.remove_unpinned(block, "rolled"):
+            owner.rolling_block = -1
+
+    def remove_rolling_states(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
+        """Remove decode states of `owners`, which store newer ones now, until `num_slots` slots are free."""
+        for owner in owners:
+            if len(self.free_slots) >= num_slots:
+                return
+            self.remove_rolling(owner)
 
     def remove(
         self, blocks: Sequence[int], cause: StateRemovalCause = "by_host", *, with_blocks: bool = False
@@ -312,7 +265,7 @@ class StateSlots:
         """Remove the states of blocks, and free their slots; `with_blocks`: these are evicted, too."""
         if with_blocks:
             self.remove_copies(blocks)
-        slots = self._unindex(blocks, cause)
+        slots = self.states.remove(blocks, cause)
         if slots:
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
@@ -325,26 +278,23 @@ class StateSlots:
 
     def remove_copies(self, blocks: Sequence[int]) -> None:
         """Remove the copies of these blocks' states in the tier."""
-        if self.tier is not None:
+        if self._tier is not None:
             keys = [self.tree.key_of(block) for block in blocks]
-            self.tree.note_changes(keys)
-            self.tier.remove(keys)
+            self.states.note_changes(keys)
+            self._tier.remove(keys)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
         """Remove every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
         if live:
             self.live.clear()
         # No state may be findable once its slot is free: the index goes first, the free list comes last.
-        self.tree.clear_states()
+        self.states.clear()
         self.reserved.clear()
         self.pins.clear()
-        self.policy.clear()
-        self._planned.clear()
-        self._unknown.clear()
         self.free_slots = self._unused_slots()
         self._dirty.note(self.free_slots)
         if totals:
-            self.tree.state_turnover.clear()
+            self.states.turnover.clear()
 
     # ---- memory that slots share with KV blocks
 
@@ -377,33 +327,13 @@ class StateSlots:
         del self.free_slots[cut:]
         return taken
 
-    def _checked_victims(self, victims: list[int], count: int, protected: Collection[int]) -> list[int]:
-        holds, tree = range(self.num_slots), self.tree
-        right = (slot in holds and tree.block_of(slot) >= 0 and slot not in protected for slot in victims)
-        if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
-            raise ValueError(
-                f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
-                "slots for which evictable(slot) is true, each once"
-            )
-        return victims
-
-    def _spill(self, slots: Sequence[int], cause: StateRemovalCause = "new_state") -> None:
+    def _spill(self, slots: Sequence[int], cause: StateRemovalCause) -> None:
         """Copy states that are evicted to the tier, and remove them."""
-        tree, tier = self.tree, self.tier
-        blocks = tree.blocks_of(slots)
-        if tier is not None:
-            tier.spill(slots, [tree.state_key_of(block) for block in blocks])
-            tree.note_copies_lost(tier.take_lost())
-        self._unindex(blocks, cause)
-
-    def _insert(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self.tree.insert_states(blocks, slots, self._clock())
-        self.policy.insert(slots)
-
-    def _unindex(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
-        slots = self.tree.remove_states(blocks, cause, self._clock())
-        self.policy.remove(slots, cause in EVICTIONS)
-        return slots
+        states = self.states
+        if self._tier is not None:
+            self._tier.spill(slots, [states.key_of(slot) for slot in slots])
+            states.note_copies_lost(self._tier.take_lost())
+        states.remove([states.block_of(slot) for slot in slots], cause)
 
     def _add_free(self, slots: Sequence[int]) -> None:
         self._dirty.note(slots)
@@ -411,9 +341,9 @@ class StateSlots:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
-        self.tree.check_states()
+        self.states.check_integrity()
         free, reserved = set(self.free_slots), set(self.reserved)
-        committed = set(self.tree.slot_of_block.values())
+        committed = set(self.states.slot_of_block.values())
         lent = set(self._units.lent_slots) if self._units else set[int]()
         assert len(free) == len(self.free_slots), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
@@ -424,9 +354,4 @@ class StateSlots:
         assert num_owned == self.num_slots, "a slot is nowhere"
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"
-        for slot, block in self.reserved.items():
-            key = self.tree.key_of(block) if block >= 0 and slot in self._planned else -1
-            assert key < 0 or key == self._planned[slot], "a slot is reserved for another prefix's block"
-        self.policy.check_integrity(committed)
-        assert self._planned.keys() <= reserved, "a state is planned for a slot that is not reserved"
         assert self.pins.keys() <= committed | reserved, "a free slot is pinned"

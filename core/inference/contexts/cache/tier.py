@@ -1,10 +1,10 @@
 """The tiers of host memory and disk: which states have a copy where, and when they are copied."""
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .free_lists import DirtyEntries
+from .cleaning import DirtyEntries
 from .pool_stats import TierStats
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class TierSlots:
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
-    def register(self, key: int, slot: int, serial: int) -> None:
+    def insert(self, key: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
         self.entries[key] = slot, serial
 
@@ -135,7 +135,7 @@ class HostTier:
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
         self.min_tokens = max(1, state_bytes // HOST_BYTES_PER_TOKEN)  # that a fetch must save
         self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_PER_TOKEN)
-        self._clear_totals()
+        self._totals: Counter[str] = Counter()  # by the name that `TierStats` has for them
         self._has_failed = False
         self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`
         self._agree = agree
@@ -150,17 +150,7 @@ class HostTier:
         return iter(dict.fromkeys((*self.host.entries, *self.files.entries)))
 
     def stats(self) -> TierStats:
-        return TierStats(
-            num_host_states=len(self.host),
-            num_disk_states=len(self.files),
-            num_states_fetched=self.num_fetched,
-            num_states_fetched_from_disk=self.num_fetched_from_files,
-            num_copies_damaged=self.num_damaged,
-            num_copies_not_written=self.num_not_written,
-        )
-
-    def _clear_totals(self) -> None:
-        self.num_fetched = self.num_fetched_from_files = self.num_damaged = self.num_not_written = 0
+        return TierStats(len(self.host), len(self.files), **self._totals)
 
     # ---- out
 
@@ -181,7 +171,7 @@ class HostTier:
             except Exception:
                 self._note_failure()
                 self.host.dirty.note([host_slot])
-            self.host.register(key, host_slot, serial)
+            self.host.insert(key, host_slot, serial)
             self._save(host_slot, key, serial)
 
     def take_lost(self) -> list[int]:
@@ -200,7 +190,7 @@ class HostTier:
             self.copies.save(host_slot, file, serial)
         except Exception:
             self._note_failure()
-        self.files.register(key, file, serial)
+        self.files.insert(key, file, serial)
 
     def _allocate(self, tier: TierSlots) -> int:
         slot, evicted = tier.allocate()
@@ -243,12 +233,11 @@ class HostTier:
         self.pin(None)
         if not self._agree(good):
             self.remove([key])
-            self.num_damaged += exists
-            self.num_not_written += not exists
+            self._totals["num_copies_damaged" if exists else "num_copies_not_written"] += 1
             self._lost.append(key)
             return False
-        self.num_fetched += 1
-        self.num_fetched_from_files += from_file
+        self._totals["num_states_fetched"] += 1
+        self._totals["num_states_fetched_from_disk"] += from_file
         return True
 
     def _load(self, key: int) -> bool:
@@ -257,7 +246,7 @@ class HostTier:
         if host_slot < 0:
             return False
         file, serial = self.files.entries[key]
-        self.host.register(key, host_slot, serial)
+        self.host.insert(key, host_slot, serial)
         self.host.pin(key)
         return self.copies.load(file, host_slot, serial)
 
@@ -277,7 +266,7 @@ class HostTier:
         self.host.clear()
         self.files.clear()
         if totals:
-            self._clear_totals()
+            self._totals.clear()
         if had_files:
             self.copies.delete(None)
 

@@ -12,8 +12,8 @@ _STOPS = (*AGE_BOUNDS[1:], 2 * AGE_BOUNDS[-1])
 _WIDTHS = tuple(stop - start for start, stop in zip(AGE_BOUNDS, _STOPS, strict=True))
 _BUCKETS = tuple(zip(AGE_BOUNDS, _WIDTHS, strict=True))
 _PRIOR_STATES = 2.0
-UNIT = 1 << 40
-"""Rates are integers in units of 1 / UNIT uses a request, so that sums of rates are exact on every rank."""
+RATE_SCALE = 1 << 40
+"""A rate of 1 use a request is this integer, so that sums of rates are exact on every rank."""
 
 
 class UseRates:
@@ -36,13 +36,13 @@ class UseRates:
 
     def refresh(self) -> None:
         """Compute all rates anew; O(classes x buckets^2)."""
-        for uses, waits, row in zip(self.uses, self.waits, self.rates, strict=True):
+        for uses, waits, rates in zip(self.uses, self.waits, self.rates, strict=True):
             spans = [
                 (use / wait, width / (1 + use / wait * width))
                 for use, wait, width in zip(uses, waits, _WIDTHS, strict=True)
             ]
             for bucket in range(NUM_BUCKETS):
-                row[bucket] = int(UNIT * _gittins(spans[bucket:]))
+                rates[bucket] = int(RATE_SCALE * _gittins(spans[bucket:]))
 
 
 def _gittins(spans: Sequence[tuple[float, float]]) -> float:

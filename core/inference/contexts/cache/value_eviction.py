@@ -327,7 +327,7 @@ class ValueEviction(EvictionPolicy):
     # ---- the order
 
     def value(self, node: StateNode) -> int:
-        """What the loss of a present node's state is expected to cost: blocks a request, in units.
+        """What the loss of a present node's state is expected to cost: blocks a request, scaled as rates.
 
         A superseded state above does not count against a state that will be stored: it goes soon, also where
         the request reads it now. A state at a step's end counts half, and without the ghosts below: it goes

@@ -151,7 +151,7 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     prefill(context, request)
     pool, oracle = context.memory.state_pool, RecurrentLM(small_model())
     for depth in range(1, 6):
-        slot = context.prefix_cache.slots.tree.slot_of(request.allocation.path.blocks[depth - 1])
+        slot = context.prefix_cache.slots.states.slot_of(request.allocation.path.blocks[depth - 1])
         for name, expected in oracle.states_after(prompt[: depth * BLOCK]).items():
             torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
@@ -167,7 +167,7 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_a_request_resumed_
         return [
             i + 1
             for i, block in enumerate(request.allocation.path.blocks)
-            if block in slots.tree.slot_of_block
+            if block in slots.states.slot_of_block
         ]
 
     context = make_context()

@@ -123,14 +123,14 @@ def tier_traffic(
         if fetch_fails:
             copies._checksum = fails  # type: ignore[assignment]
         with suppress(MambaSlotCapacityError):
-            if block not in slots.tree.slot_of_block:
+            if block not in slots.states.slot_of_block:
                 slots.fetch_state([block], [block + 1], 0, 1)
             copies._checksum = checksum
-            if block not in slots.tree.slot_of_block:
+            if block not in slots.states.slot_of_block:
                 (slot,) = slots.reserve_slots([block])
                 memory[slot].copy_(simulator.device_memory(pattern(block)), non_blocking=True)
                 slots.commit_slots([slot])
-            row = memory[slots.tree.slot_of(block)]
+            row = memory[slots.states.slot_of(block)]
             simulator.launch(expect(row, pattern(block), "a step"), [row], [], "a step reads a state")
 
     for _ in range(25):
@@ -154,7 +154,7 @@ def tier_traffic(
         step(block)
     for block in range(20, 24):  # the last copy is under way
         step(block)
-    return held.num_fetched, files.num_loaded
+    return held.stats().num_states_fetched, files.num_loaded
 
 
 def scrubbed_tier(simulator: Simulator, random: Random) -> None:

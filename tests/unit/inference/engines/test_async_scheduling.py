@@ -343,6 +343,23 @@ def test_calls_while_a_step_has_a_state_that_is_not_findable_yet(call: str) -> N
         assert_answers(PROMPT, results[ids[0]])
 
 
+def test_a_step_that_cannot_be_launched_ahead_evicts_nothing() -> None:
+    """Both answers end by a stop token in the step before the one for which they lack a block."""
+    first, prompts = random_tokens(9, seed=1), [random_tokens(6, seed) for seed in (2, 3)]
+    answers = small_engine(block_size_tokens=BLOCK).generate(prompts, greedy(3))
+    stops = tuple(answer.tokens[2] for answer in answers)
+    assert all(stops.count(token) == 0 for answer in answers for token in answer.tokens[:2])
+    for on in (False, True):
+        engine = small_engine(
+            block_size_tokens=BLOCK, async_scheduling=on, num_kv_blocks=3, max_sequence_length=24,
+        )  # fmt: skip
+        engine.generate([first], greedy(1))
+        assert resumable(engine.context, first) == BLOCK
+        results = engine.generate(prompts, greedy(9, stop_token_ids=stops))
+        assert [len(result.tokens) for result in results] == [3, 3]
+        assert resumable(engine.context, first) == BLOCK
+
+
 def test_drafts_need_the_tokens_first() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens is 2; accepted: one of the two"):
         ahead(num_speculative_tokens=2)

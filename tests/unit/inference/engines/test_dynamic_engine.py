@@ -62,12 +62,12 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     engine, shared = small_engine(), random_tokens(40, seed=1)
     for seed in (2, 3):
         serve_checked(engine, [shared + random_tokens(20, seed)])
-    tree = engine.context.prefix_cache.tree
+    cache = engine.context.prefix_cache
     sibling = shared + random_tokens(20, seed=3)
     match = engine.context.admission.match(_request_like(engine, sibling))
-    depths = [i + 1 for i, block in enumerate(match.blocks) if block in tree.slot_of_block]
+    depths = [i + 1 for i, block in enumerate(match.blocks) if block in cache.states.slot_of_block]
     assert depths == [5, 7]
-    assert tree.num_children[match.blocks[4]] == 2
+    assert cache.tree.num_children[match.blocks[4]] == 2
 
 
 def _request_like(engine: ms.DynamicInferenceEngine, prompt: list[int]) -> object:

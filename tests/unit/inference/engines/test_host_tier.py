@@ -86,7 +86,7 @@ def test_rows_that_change_places_are_damaged() -> None:
     for values in (tier.copies.rows, tier.copies._sums):  # each row with its own checksum
         values.copy_(values.roll(1, 0).clone())
     converse(engine, turns=1)
-    assert tier.num_damaged > 0
+    assert tier.stats().num_copies_damaged > 0
 
 
 def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch
     for text in (prompt, [7] * 20, prompt):
         result = ask(engine, text, 1, version=1)
     assert result.num_resumed_tokens == 0
-    assert tier_of(engine).num_damaged > 0
+    assert tier_of(engine).stats().num_copies_damaged > 0
 
 
 @pytest.mark.parametrize("which", ["reset_prefix_cache", "weights", "suspend", "reset"])

@@ -104,7 +104,7 @@ def test_a_prefix_that_others_resumed_from_is_forgotten_with_the_request() -> No
 def test_earlier_parts_of_a_prompt_are_found_until_the_part_with_invalid_logits() -> None:
     """Only a prompt's last part has logits: with them, what the parts before registered is forgotten."""
     engine = small_engine(max_tokens_per_step=16, checkpoint_plan=ms.CheckpointPlan(prefill_interval=8))
-    prompt, tree = random_tokens(40, seed=6), engine.context.prefix_cache.tree
+    prompt, cache = random_tokens(40, seed=6), engine.context.prefix_cache
     bad = engine.add_request(prompt, ms.SamplingParams(max_tokens=4))
     with spoiling(engine, SPOILS["NaN"], bad, 0):
         for stop in (16, 32):
@@ -113,7 +113,7 @@ def test_earlier_parts_of_a_prompt_are_found_until_the_part_with_invalid_logits(
         (result,) = engine.step().finished
     assert result.finish_reason == "invalid_logits"
     assert resumable(engine, prompt) == 0
-    assert (tree.block_of_key, tree.slot_of_block) == ({}, {})
+    assert (cache.tree.block_of_key, cache.states.slot_of_block) == ({}, {})
     assert_idle(engine)
 
 

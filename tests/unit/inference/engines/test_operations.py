@@ -37,7 +37,7 @@ Operation = Callable[[ms.DynamicInferenceEngine], object]
 def cached(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
     """Registered KV blocks and committed states."""
     cache = engine.context.prefix_cache
-    return len(cache.kv_blocks.tree.block_of_key), len(cache.slots.tree.slot_of_block)
+    return len(cache.kv_blocks.tree.block_of_key), len(cache.slots.states.slot_of_block)
 
 
 def resumed(engine: ms.DynamicInferenceEngine, prompt: list[int], salt: bytes | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import secrets
 import struct
 from types import SimpleNamespace
 
@@ -15,7 +16,6 @@ from mambaslots.inference.contexts.cache.hashing import (
     PUBLIC_ROOT,
     PrefixHashChain,
     SaltKey,
-    drawn_key,
     given_key,
     key_bytes,
     salt_bytes,
@@ -165,7 +165,7 @@ def test_without_a_salt_every_key_gives_the_public_root() -> None:
 
 
 def test_an_id_distinguishes_keys_and_shows_none() -> None:
-    ids = {SaltKey(key).key_id for key in (KEY, KEY, OTHER, drawn_key(), drawn_key())}
+    ids = {SaltKey(key).key_id for key in (KEY, KEY, OTHER, secrets.token_bytes(32), secrets.token_bytes(32))}
     assert len(ids) == 4
     assert all(len(key_id) == 16 and int(key_id, 16) >= 0 for key_id in ids)
     assert SaltKey(KEY).root(b"mambaslots.key_id\0").hex()[:16] != SaltKey(KEY).key_id

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache import paths
+from mambaslots.inference.contexts.cache import prefix_match
+from mambaslots.inference.contexts.cache.block_tree import BlockTree
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, best_shared_depth
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.cache.paths import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.prefix_tree import PrefixTree
+from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch, compute_spans
 from oracle.kv_index import eviction_order
 
 SIZE = 2
@@ -88,9 +88,9 @@ def looked_up(cache, chain, num_tokens, held=(), limit=None):
     limited = limit is not None and limit < num_tokens - 1
     reachable = min(len(blocks), (limit if limited else num_tokens - 1) // SIZE)
     asked = limit // SIZE if limited else whole  # blocks whose states count
-    with_state = [d for d in range(1, reachable + 1) if slots.tree.slot_of(blocks[d - 1]) >= 0]
+    with_state = [d for d in range(1, reachable + 1) if slots.states.slot_of(blocks[d - 1]) >= 0]
     depth = max([d for d in with_state if d > len(held)], default=0)
-    slot = slots.tree.slot_of(blocks[depth - 1]) if depth else -1
+    slot = slots.states.slot_of(blocks[depth - 1]) if depth else -1
     reasons = []
 
     def is_gone(key):
@@ -149,7 +149,7 @@ def span_calls(monkeypatch):
         calls.append(args)
         return compute_spans(*args, **kwargs)
 
-    monkeypatch.setattr(paths, "compute_spans", counting)
+    monkeypatch.setattr(prefix_match, "compute_spans", counting)
     return calls
 
 
@@ -195,7 +195,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
         lambda cache, path: take_state(cache, path, 9),
         lambda cache, path: cache.slots.remove_unpinned(path.blocks[4]),
         lambda cache, path: cache.slots.evict(1),
-        lambda cache, path: cache.tree.note_refused([path.chain.keys[6]]),
+        lambda cache, path: cache.states.note_refused([path.chain.keys[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(7)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(10)),
@@ -257,7 +257,7 @@ def test_a_crowd_behind_a_document_costs_what_each_step_adds(monkeypatch):
     crowd = [chain_of([*document, 100 + i]) for i in range(8)]
     matches = [cache.match(chain, 2501) for chain in crowd]
     looked_at = 0
-    original = PrefixTree.match
+    original = BlockTree.match
 
     def counting(tree, parent, hashes, tokens):
         nonlocal looked_at
@@ -265,7 +265,7 @@ def test_a_crowd_behind_a_document_costs_what_each_step_adds(monkeypatch):
         looked_at += len(found)
         return found
 
-    monkeypatch.setattr(PrefixTree, "match", counting)
+    monkeypatch.setattr(BlockTree, "match", counting)
     for stop in [*range(256, 2500, 256), 2500]:
         cache.register(path, document, stop)
         if stop % 512 == 0:
@@ -341,7 +341,7 @@ class RememberedMatches(RuleBasedStateMachine):
         path = opened(self.cache, tokens, salt)
         self.cache.register(path, tokens, len(tokens))
         block = data.draw(st.sampled_from(path.blocks))
-        if block not in self.cache.slots.tree.slot_of_block and self.cache.slots.num_available:
+        if block not in self.cache.slots.states.slot_of_block and self.cache.slots.num_available:
             self.cache.slots.commit_slots(self.cache.slots.reserve_slots([block]))
         self.cache.release(path)
 
@@ -364,7 +364,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def states_are_taken(self, data):
         path, slots = self.path(data), self.cache.slots
-        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.tree.slot_of_block]
+        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.states.slot_of_block]
         if blocks and slots.num_available:
             slots.commit_slots(slots.reserve_slots([data.draw(st.sampled_from(blocks))]))
 
@@ -372,11 +372,11 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_state_is_refused(self, data):
         path = self.path(data)
-        self.cache.tree.note_refused([data.draw(st.sampled_from(path.chain.keys))])
+        self.cache.states.note_refused([data.draw(st.sampled_from(path.chain.keys))])
 
     @rule(data=st.data())
     def a_state_is_dropped(self, data):
-        blocks = list(self.cache.slots.tree.slot_of_block)
+        blocks = list(self.cache.slots.states.slot_of_block)
         if blocks:
             self.cache.slots.remove_unpinned(data.draw(st.sampled_from(blocks)))
 

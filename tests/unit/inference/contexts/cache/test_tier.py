@@ -22,11 +22,11 @@ BYTES = 24
 def test_the_copy_used_longest_ago_leaves_first() -> None:
     tier = TierSlots(2)
     for key in (11, 12):
-        tier.register(key, tier.allocate()[0], key)
+        tier.insert(key, tier.allocate()[0], key)
     tier.use(11)
     slot, left = tier.allocate()
     assert left == 12
-    tier.register(13, slot, 13)
+    tier.insert(13, slot, 13)
     assert list(tier.entries) == [11, 13]
     tier.pin(11)
     assert tier.allocate()[1] == 13
@@ -41,7 +41,7 @@ def test_a_tier_without_slots_allocates_none() -> None:
 
 def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
     tier = TierSlots(2)
-    tier.register(11, tier.allocate()[0], 1)
+    tier.insert(11, tier.allocate()[0], 1)
     tier.allocate()
     with pytest.raises(AssertionError, match="nowhere"):
         tier.check_integrity()
@@ -114,7 +114,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def take(self, block: int) -> None:
         self.registered.add(block)
-        if block not in self.slots.tree.slot_of_block:
+        if block not in self.slots.states.slot_of_block:
             (slot,) = self.slots.reserve_slots([block])
             self.memory[slot] = 255  # a reader of what was here must have read it
             self.memory[slot] = self.content(block)
@@ -124,10 +124,10 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def fetch(self, block: int) -> None:
         if block in self.registered:
-            there = block in self.slots.tree.slot_of_block
+            there = block in self.slots.states.slot_of_block
             came = self.slots.fetch_state([block], [block + 100], 0, 1)
             assert not (came and there)
-            assert not came or self.share or block in self.slots.tree.slot_of_block
+            assert not came or self.share or block in self.slots.states.slot_of_block
             assert came or self.share or there or block + 100 not in self.tier
 
     @rule(block=st.integers(0, 9))
@@ -145,8 +145,8 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 9))
     def use(self, block: int) -> None:
-        if block in self.slots.tree.slot_of_block:
-            self.slots.note_use(self.slots.tree.slot_of(block))
+        if block in self.slots.states.slot_of_block:
+            self.slots.states.note_use(self.slots.states.slot_of(block))
 
     @invariant()
     def every_state_is_its_own(self) -> None:
@@ -155,7 +155,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.slots.check_integrity()
         self.tier.check_integrity(lambda key: key - 100 in self.registered)
         for block in range(10):
-            slot = self.slots.tree.slot_of(block)
+            slot = self.slots.states.slot_of(block)
             if slot >= 0:
                 assert torch.equal(self.memory[slot], self.content(block))
             if slot >= 0 or block + 100 in self.tier:
@@ -202,10 +202,10 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
         slots.commit_slots(slots.reserve_slots([block]))
     copies.rows ^= 1
     assert slots.fetch_state([4, 5], [104, 105], 1, 1)
-    assert not slots.tree.slot_of_block
+    assert not slots.states.slot_of_block
     assert list(tier.host.entries) == [104]
     assert slots.fetch_state([4], [104], 0, 1)
-    assert 4 in slots.tree.slot_of_block
+    assert 4 in slots.states.slot_of_block
 
 
 def test_a_tier_without_tensors_finds_every_copy() -> None:
@@ -214,7 +214,7 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     for block in (1, 2):
         slots.commit_slots(slots.reserve_slots([block]))
     assert slots.fetch_state([1], [101], 3, 4)  # a request has computed 3 tokens of this block
-    assert 1 in slots.tree.slot_of_block
+    assert 1 in slots.states.slot_of_block
     assert tier.stats().num_states_fetched == 1
 
 
