@@ -356,6 +356,7 @@ def test_no_rank_waits_in_a_function_for_one_where_it_raised(
     with pytest.raises(RuntimeError, match="a call failed on this rank of a split model"):
         engine.step()
     engine.reset()
+    assert "collective" not in [thread.name for thread in threading.enumerate()]
     serve_checked(engine, PROMPTS)
 
 
