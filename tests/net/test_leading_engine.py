@@ -458,6 +458,7 @@ def test_a_closed_engine_makes_no_calls() -> None:
         assert isinstance(engine, msd.LeadingEngine)
         engine.generate(PROMPTS, EIGHT)
     engine.close()
+    assert engine._followers.lost == {}  # they left because it was closed
     assert engine.stats().num_running == 0
     with pytest.raises(RuntimeError, match="the LeadingEngine is closed"):
         engine.add_request(PROMPTS[0])

@@ -183,7 +183,7 @@ class RankConnections:
 
     def _note_lost(self, rank: int, reason: str) -> None:
         self._gone.add(rank)
-        if not self._has_sent_lost:  # else it left because others are lost
+        if not (self._has_sent_lost or self._closed.is_set()):  # else it left for that
             self.lost.setdefault(rank, reason)
 
     def check_ranks(self) -> None:
