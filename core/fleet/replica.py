@@ -95,24 +95,16 @@ class Ranks:
         return list(await asyncio.gather(*(actor.process.remote() for actor in self._actors)))
 
     async def lost(self) -> BaseException:
-        """Why a rank has ended, once one has."""
-        runs = [asyncio.ensure_future(_ended(run)) for run in self._runs]
-        done, others = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-        for other in others:
-            other.cancel()
-        return done.pop().result()
+        """Why a rank has ended, once one has failed, or all have left."""
+        try:
+            await asyncio.gather(*self._runs)
+        except Exception as error:
+            return error
+        return RuntimeError("the ranks have ended")
 
     @property
     def has_others(self) -> bool:
         return bool(self._runs)
-
-
-async def _ended(run: Any) -> BaseException:
-    try:
-        await run
-    except Exception as error:
-        return error
-    return RuntimeError("a rank has ended")
 
 
 def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:

@@ -168,13 +168,12 @@ async def computed_prefix(server: AsyncEngine, tokens: list[int], salt: bytes | 
         return ""
 
     try:
-        missing = await server.call(pin)
-        for _ in range(_MAX_COMPUTATIONS):
-            if missing:
-                await _compute(server, tokens, salt)
-                missing = await server.call(pin)
-        if missing:
-            raise PrefixLostError(f"its state is not cached: {missing}")
+        computations = 0
+        while missing := await server.call(pin):
+            if computations == _MAX_COMPUTATIONS:
+                raise PrefixLostError(f"its state is not cached: {missing}")
+            await _compute(server, tokens, salt)
+            computations += 1
         yield
     finally:
         with suppress(RuntimeError):  # an engine that is dead or closed keeps nothing
@@ -249,7 +248,11 @@ class PrefillSession:
                     prefill = self._prefill(question, channel)
                     self._computing[question.number] = tasks.create_task(prefill)
                 else:
-                    reason = "its connection is closed" if question is None else "it asks for no new prefix"
+                    reason = (
+                        "its connection is closed"
+                        if question is None
+                        else "it asks for what is no new prefix"
+                    )
                     raise PeerLostError(reason)
 
     async def _prefill(self, prefix: Prefill, channel: TransferChannel) -> None:
@@ -263,20 +266,18 @@ class PrefillSession:
             ):
                 del self._computing[number]  # it is not cancelled any more: the peer receives it
                 self._send(Computed(number))
-                await self._hand_over(prefix, channel)
+                try:
+                    sent = await self._server.call(
+                        lambda engine: channel.send([(prefix.tokens, prefix.salt)])
+                    )
+                except ValueError as error:  # of an engine that can hand nothing over
+                    raise PeerLostError(str(error)) from error
+                if sent.failure:
+                    raise PeerLostError(f"a prefix did not reach it: {sent.failure}")
         except (ValueError, PrefixLostError) as error:
             self._send(messages.Refused(number, str(error)))
         finally:
             self._computing.pop(number, None)
-
-    async def _hand_over(self, prefix: Prefill, channel: TransferChannel) -> None:
-        named = (prefix.tokens, prefix.salt)
-        try:
-            report = await self._server.call(lambda engine: channel.send([named]))
-        except ValueError as error:  # of an engine that can hand nothing over
-            raise PeerLostError(str(error)) from error
-        if report.failure:
-            raise PeerLostError(f"a prefix did not reach it: {report.failure}")
 
     def _send(self, answer: Answer) -> None:
         self._listener.send(self._peer, answer)

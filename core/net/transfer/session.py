@@ -17,25 +17,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...devices import on_device_of
 from ...validation import refused, shown
 from ..channel import Address, Link, Listener, PeerLostError
+from . import messages
 from .exports import CacheAccess
 from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
+from .messages import Offer, Peer, PieceRequest
 from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
-from .pipe import (
-    MAX_REASON_LETTERS,
-    PROTOCOL_VERSION,
-    Checksums,
-    Endpoint,
-    Message,
-    MessagePipe,
-    NcclFacts,
-    NcclPipe,
-    Offer,
-    Peer,
-    PieceRequest,
-    Received,
-    Refusal,
-    new_nccl_id,
-)
+from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
 from .placement import Placement
 from .shard import sources_for
 
@@ -156,7 +143,7 @@ class Session[Key](ABC):
             peer = self.peers.pop(key)
             if reason:
                 with suppress(Exception):
-                    peer.send(Refusal(reason[:MAX_REASON_LETTERS]))
+                    peer.send(messages.Refusal(reason[: messages.MAX_REASON_LETTERS]))
             if peer.link is not None:
                 peer.link.close()
             if peer.nccl is not None and not peer.nccl.close():
@@ -193,7 +180,7 @@ class Source(Session[Address]):
             name = f"rank {rank} of the destination"
             if address not in self.peers:
                 try:
-                    link = Link(address, Message, max(0.001, min(5.0, self.remaining_s())))
+                    link = Link(address, messages.Message, max(0.001, min(5.0, self.remaining_s())))
                 except PeerLostError as error:
                     raise PeerLostError(f"{name} was lost: {error}") from error
                 self.peers[address] = Peer(name, link.send, link.is_connected, link)
@@ -203,7 +190,7 @@ class Source(Session[Address]):
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
 
-    def _endpoint(self, rank: int) -> Endpoint:
+    def _endpoint(self, rank: int) -> messages.Endpoint:
         """What a rank of the destination has written, or will have."""
         name = f"rank {rank} of the destination"
         try:  # one call, which waits for no key: the destination deletes its own as it closes
@@ -214,11 +201,10 @@ class Source(Session[Address]):
             raise TransferError(f"the store was lost: {error}") from error
         try:
             found = msgspec.json.decode(data)
-            if found["protocol"] != PROTOCOL_VERSION:
-                raise refused(
-                    "protocol", found["protocol"], f"{PROTOCOL_VERSION}, of the release of mambaslots here"
-                )
-            return msgspec.convert(found, Endpoint)
+            if found["protocol"] != messages.PROTOCOL_VERSION:
+                accepted = f"{messages.PROTOCOL_VERSION}, of the release of mambaslots here"
+                raise refused("protocol", found["protocol"], accepted)
+            return msgspec.convert(found, messages.Endpoint)
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
@@ -237,35 +223,33 @@ class Source(Session[Address]):
 
     def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, PieceRequest]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
-        offered: dict[Address, Peer] = {}  # a connection that was made again has not got it
-        answered: dict[Address, PieceRequest] = {}
-        while not self.peers or not self.peers.keys() <= answered.keys():
+        offered: set[Peer] = set()  # a connection that was made again has not got it
+        answers: dict[Peer, PieceRequest] = {}
+        while not self.peers or len(answers) < len(self.peers):
             try:
                 self.connect(access)
-                for key, peer in self.peers.items():
-                    if offered.get(key) is not peer:
-                        if key in answered:
-                            raise TransferError(f"{peer.name} was lost after its answer")
-                        peer.inbox.clear()
-                        peer.send(offer)
-                        offered[key] = peer
+                for lost in answers.keys() - set(self.peers.values()):
+                    raise TransferError(f"{lost.name} was lost after its answer")
+                for peer in set(self.peers.values()) - offered:
+                    peer.inbox.clear()
+                    peer.send(offer)
+                    offered.add(peer)
             except PeerLostError as error:
-                if answered or self.remaining_s() <= 0 or self.lease.revoked:
+                if answers or self.remaining_s() <= 0 or self.lease.revoked:
                     raise TransferError(str(error)) from error
                 time.sleep(0.02)
                 continue
-            for key in self.peers.keys() - answered.keys():
-                peer = self.peers[key]
+            for peer in set(self.peers.values()) - answers.keys():
                 try:
                     self.pump(peer, _LOOK_S / len(self.peers))
                 except PeerLostError as error:
-                    if answered or peer.is_connected():  # it has sent an invalid message
+                    if answers or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
-                    answered[key] = self.expect(peer, PieceRequest)
+                    answers[peer] = self.expect(peer, PieceRequest)
                 else:
                     self.check_time(peer.name)
-        return [(peer, answered[key]) for key, peer in self.peers.items()]
+        return [(peer, answers[peer]) for peer in self.peers.values()]
 
     def _send_part(self, access: CacheAccess, peer: Peer, request: PieceRequest, offered: Offered) -> None:
         part = request.part or {}
@@ -273,11 +257,11 @@ class Source(Session[Address]):
         sources_for([shard_of(access.spec)], part)  # raises for what this rank does not hold
         rows = _rows("blocks", request.blocks, offered.blocks), _rows("states", request.states, offered.slots)
         sums, under_way = self.exchange(send_pieces, access, peer, request, rows)
-        peer.send(Checksums(sums))
+        peer.send(messages.Checksums(sums))
         for passage in under_way:
             self.wait_for(passage.is_done, peer, request.over_nccl)
         self.staging.scrub()
-        self.expect(peer, Received)
+        self.expect(peer, messages.Received)
 
 
 def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
@@ -301,8 +285,10 @@ class Destination(Session[bytes]):
     def connect(self, access: CacheAccess) -> None:
         """Make the listener, and publish its address."""
         if self.listener is None:
-            self.listener = Listener(Message)
-            endpoint = Endpoint(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
+            self.listener = Listener(messages.Message)
+            endpoint = messages.Endpoint(
+                messages.PROTOCOL_VERSION, self.listener.address, access.spec.groups.size
+            )
             self.store.set(f"{access.rank}", msgspec.json.encode(endpoint).decode())
 
     def collect(self, access: CacheAccess) -> PrefixForest:
@@ -349,12 +335,12 @@ class Destination(Session[bytes]):
             with peer.named():
                 sums = self.exchange(receive_pieces, access, peer, request, rows)
                 self.staging.scrub()
-                if self.expect(peer, Checksums).values != sums:
+                if self.expect(peer, messages.Checksums).values != sums:
                     raise TransferError(
                         f"pieces from {peer.name} have other checksums than it says: they were altered on "
                         "their way"
                     )
-                peer.send(Received())
+                peer.send(messages.Received())
 
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""
@@ -370,7 +356,7 @@ class Destination(Session[bytes]):
                 self.peers[connection].inbox.clear()
                 self._offers[message.rank] = connection, message
             elif connection in self.peers:
-                if isinstance(message, Refusal):
+                if isinstance(message, messages.Refusal):
                     self._offers = {rank: own for rank, own in self._offers.items() if own[0] != connection}
                 self.peers[connection].take(message, payload)
 
