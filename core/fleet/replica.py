@@ -20,6 +20,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.follower import follow
 from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
+from ..net.transfer.exports import recent_states
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine
 from .figures import ReplicaReport, replica_report
@@ -27,7 +28,7 @@ from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .replica_questions import Ingresses, IngressQuestion, StatePoller
 from .settings import FleetSettings
-from .warming import HandOver, meeting_store, serve_hand_over, warm_from_donor
+from .warming import meeting_store, on_all_ranks, send_states, warm_from_donor
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +134,7 @@ class EngineReplica:
             trace=settings.trace,
         )
         self._engine.start()
-        self._warm_timeout_s = settings.warm_timeout_s
         self._ingresses = Ingresses(self._new_poller if engine.config.enable_prefix_caching else None)
-        self._hand_overs: set[asyncio.Task[None]] = set()
         self._watching = asyncio.create_task(self._end_when_lost())
         if engine.config.enable_prefix_caching and settings.warm_timeout_s:
             await warm_from_donor(self._name, settings, self._engine)
@@ -165,11 +164,14 @@ class EngineReplica:
     def _new_poller(self) -> StatePoller:
         return StatePoller(self._engine, StatePublisher(self._ranks.engine, self._name))
 
-    async def hand_over(self, order: HandOver) -> None:
-        """Begin to hand states over."""
-        task = asyncio.create_task(serve_hand_over(self._engine, order, timeout_s=self._warm_timeout_s))
-        self._hand_overs.add(task)
-        task.add_done_callback(self._hand_overs.discard)
+    async def recent_states(self) -> list[int]:
+        """The hashes of the states that a replica which joins may ask for, those used last first."""
+        keys: list[int] = await self._engine.call(on_all_ranks(recent_states))
+        return keys
+
+    async def hand_over(self, *order: Any) -> None:
+        """`send_states` with these arguments, between two steps; TransferChannel reports what fails."""
+        await self._engine.call(on_all_ranks(send_states, *order))
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name, self._ingresses.numbers)
