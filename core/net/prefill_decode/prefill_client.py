@@ -85,12 +85,10 @@ class PrefillClient:
                 async with self._connection() as (link, channel):
                     while True:
                         await self._take(await self._next(link), channel)
-            except PeerLostError as lost:
+            except Exception as lost:  # also of the store, or of the engine's thread
                 reason = str(lost)
-                logger.warning("mambaslots: the prefill worker is lost: %s", lost)
-            except Exception as failed:  # of the store, or of the engine's thread
-                reason = str(failed)
-                logger.warning("mambaslots: the prefill worker is lost", exc_info=failed)
+                unforeseen = None if isinstance(lost, PeerLostError) else lost
+                logger.warning("mambaslots: the prefill worker is lost: %s", lost, exc_info=unforeseen)
             finally:
                 self._link, self._absence = None, reason
                 self.connected.clear()
