@@ -297,9 +297,9 @@ def checked_groups(groups: object) -> ParallelGroups:
 def _end_waits(of: ProcessGroup | None = None) -> None:
     """Let threads return from gloo: one that does while the interpreter ends aborts the process."""
     for thread, group in list(_waiting.items()):
-        if of in (None, group):
-            late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0)
+        if of in (None, group) and thread.is_alive():  # not in a fork, which has no such thread
             with suppress(RuntimeError):  # a message that is late ends all that the group waits for
+                late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0)
                 late.wait(timedelta(milliseconds=1))
             thread.join(_LOOK_S)
 
