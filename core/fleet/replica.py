@@ -171,7 +171,7 @@ class EngineReplica:
         return keys
 
     async def hand_over(self, *order: Any) -> None:
-        """`send_states` with these arguments, between two steps; TransferChannel reports what fails."""
+        """Call `send_states` with these arguments on all ranks, between two steps."""
         await self._engine.call(on_all_ranks(send_states, *order))
 
     async def report(self) -> ReplicaReport:

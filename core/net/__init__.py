@@ -9,8 +9,8 @@ transfer/             prefixes to another replica
 prefill_decode/       prefill apart from decode
 routing/              which replica holds a prompt's states
 
-What is said stands in each folder's messages.py. A name is imported at its first use: a router needs no
-engine.
+lockstep, transfer and prefill_decode each list in messages.py what they send. A name is imported at its
+first use: a router needs no engine.
 """
 
 from typing import TYPE_CHECKING
