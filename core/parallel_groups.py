@@ -1,7 +1,9 @@
 """The process groups of a split model, and their collectives, which another thread may abort."""
 
+import atexit
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +23,9 @@ _ABORT_S = 10.0
 _aborted: dict[ProcessGroup, str] = {}  # a model's group -> why it was aborted
 _aborts: dict[ProcessGroup, threading.Thread] = {}  # of nccl's, that run
 _replaced: dict[ProcessGroup, ProcessGroup] = {}  # a model's group -> the one that has replaced it
+_waiting: dict[
+    threading.Thread, ProcessGroup
+] = {}  # a thread that waits in a collective of gloo -> its group
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,7 @@ class ParallelGroups:
                 present = _replaced.get(group, group)
                 if (abort := _aborts.pop(group, None)) is not None:
                     abort.join(_ABORT_S)
+                _end_waits(present)
                 new = dist.new_group(
                     dist.get_process_group_ranks(group),
                     timeout=present._get_backend(device).options._timeout,
@@ -244,7 +250,7 @@ class ParallelGroups:
                 self.check_not_aborted()  # says more than nccl
                 raise
         elif collective in (dist.send, dist.recv, dist.all_gather_object):
-            self._await_thread(lambda: collective(*arguments, **named))
+            self._await_thread(present, lambda: collective(*arguments, **named))
         else:
             self._await_work(collective(*arguments, **named, async_op=True))
 
@@ -256,7 +262,7 @@ class ParallelGroups:
                 self.check_not_aborted()
         work.wait()
 
-    def _await_thread(self, wait: Callable[[], object]) -> None:
+    def _await_thread(self, group: ProcessGroup, wait: Callable[[], object]) -> None:
         """Run what only a thread of its own can leave: gloo's messages end at the group's timeout."""
         ended, errors = threading.Event(), []
 
@@ -266,9 +272,12 @@ class ParallelGroups:
                     wait()
             except BaseException as error:
                 errors.append(error)
+            del _waiting[thread]
             ended.set()
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run, name="collective", daemon=True)
+        _waiting[thread] = group
+        thread.start()
         while not ended.wait(_LOOK_S):
             self.check_not_aborted()
         if errors:
@@ -282,6 +291,17 @@ class ParallelGroups:
 def checked_groups(groups: object) -> ParallelGroups:
     """The argument `groups`; None is one rank, and anything else that is no ParallelGroups a ValueError."""
     return ParallelGroups() if groups is None else instance("groups", groups, ParallelGroups)
+
+
+@atexit.register
+def _end_waits(of: ProcessGroup | None = None) -> None:
+    """Let threads return from gloo: one that does while the interpreter ends aborts the process."""
+    for thread, group in list(_waiting.items()):
+        if of in (None, group) and thread.is_alive():  # not in a fork, which has no such thread
+            with suppress(RuntimeError):  # a message that is late ends all that the group waits for
+                late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0)
+                late.wait(timedelta(milliseconds=1))
+            thread.join(_LOOK_S)
 
 
 def _devices(group: ProcessGroup) -> str:

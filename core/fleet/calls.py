@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import secrets
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -36,22 +36,10 @@ class ReplicaCalls:
         self._known.begin(request.request_id)
         parts = contextvars.Context().run(self._streams.remote, request)
         reading = aiter(parts)
-        ended = False
-        waiting: asyncio.Future[AnswerPart | None] | None = None
+        part: AnswerPart | None = AnswerPart()  # the last one; None once all have come
         try:
-            while not ended:
-                waiting = asyncio.ensure_future(anext(reading, None))
-                while not (await asyncio.wait((waiting,), timeout=_LOOK_S))[0]:
-                    replica = self._known.replica_of(request.request_id)
-                    if self._known.is_silent(replica):
-                        raise ReplicaLostError(
-                            f"replica {replica} answers nothing, not even whether it is there"
-                        )
-                part = waiting.result()
-                if part is None:
-                    ended = True
-                else:
-                    yield part
+            while (part := await self._next_part(reading, request.request_id)) is not None:
+                yield part
         except ReplicaLostError as error:  # of Ray's class, too: with the replica's traceback
             raise ReplicaLostError(_last_line(error)) from None
         except RayTaskError:  # a mistake in the replica
@@ -62,10 +50,20 @@ class ReplicaCalls:
             raise NoReplicaError(_last_line(error)) from error
         finally:
             self._known.end(request.request_id)
-            if waiting is not None:
-                waiting.cancel()
-            if not ended:
+            if part is not None:
                 parts.cancel()
+
+    async def _next_part(self, reading: AsyncIterator[AnswerPart], request_id: str) -> AnswerPart | None:
+        """The next part, or None after the last; ReplicaLostError where the replica is silent."""
+        waiting = asyncio.ensure_future(anext(reading, None))
+        try:
+            while not (await asyncio.wait((waiting,), timeout=_LOOK_S))[0]:
+                replica = self._known.replica_of(request_id)
+                if self._known.is_silent(replica):
+                    raise ReplicaLostError(f"replica {replica} answers nothing, not even whether it is there")
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
 
 async def answer_of(replica: Any, method: str, *arguments: object) -> Any:

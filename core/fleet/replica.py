@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,14 +21,15 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.follower import follow
 from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
+from ..net.transfer.exports import recent_states
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine
 from .figures import ReplicaReport, replica_report
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
-from .replica_questions import Ingresses, IngressQuestion, StatePoller
+from .replica_questions import Ingresses, IngressQuestion
 from .settings import FleetSettings
-from .warming import HandOver, meeting_store, serve_hand_over, warm_from_donor
+from .warming import meeting_store, on_all_ranks, send_states, warm_from_donor
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Ranks:
     def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
         """Start the other ranks in this replica's placement group, and build the engine together."""
         self._actors: list[Any] = []
-        self._runs: list[Any] = []
+        self._ended: asyncio.Future[list[None]] | None = None  # of the other ranks
         if settings.ranks == 1:
             self.engine = make_engine(None)
             return
@@ -85,34 +87,26 @@ class Ranks:
                 max_concurrency=2,
             )
             self._actors.append(actor.remote(settings.still_s))
-        self._runs = [
+        runs = [
             actor.run.remote(make_engine, host, store.port, rank, settings.ranks)
             for rank, actor in enumerate(self._actors, 1)
         ]
         self.engine = make_engine(_join(store, 0, settings.ranks))
+        self._ended = asyncio.gather(*runs)
 
     async def processes(self) -> list[int]:
         return list(await asyncio.gather(*(actor.process.remote() for actor in self._actors)))
 
-    async def lost(self) -> BaseException:
-        """Why a rank has ended, once one has."""
-        runs = [asyncio.ensure_future(_ended(run)) for run in self._runs]
-        done, others = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-        for other in others:
-            other.cancel()
-        return done.pop().result()
+    @property
+    def failure(self) -> BaseException | None:
+        """Why a rank has failed, or that all have left; None before that."""
+        if self._ended is None or not self._ended.done():
+            return None
+        return self._ended.exception() or RuntimeError("the ranks have ended")
 
     @property
     def has_others(self) -> bool:
-        return bool(self._runs)
-
-
-async def _ended(run: Any) -> BaseException:
-    try:
-        await run
-    except Exception as error:
-        return error
-    return RuntimeError("a rank has ended")
+        return bool(self._actors)
 
 
 def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
@@ -141,9 +135,10 @@ class EngineReplica:
             trace=settings.trace,
         )
         self._engine.start()
-        self._warm_timeout_s = settings.warm_timeout_s
-        self._ingresses = Ingresses(self._new_poller if engine.config.enable_prefix_caching else None)
-        self._hand_overs: set[asyncio.Task[None]] = set()
+        new_publisher = partial(StatePublisher, engine, self._name)
+        self._ingresses = Ingresses(
+            self._engine.call, new_publisher if engine.config.enable_prefix_caching else None
+        )
         self._watching = asyncio.create_task(self._end_when_lost())
         if engine.config.enable_prefix_caching and settings.warm_timeout_s:
             await warm_from_donor(self._name, settings, self._engine)
@@ -170,14 +165,14 @@ class EngineReplica:
         num_states = self._ranks.engine.context.prefix_cache.num_states
         return ReplicaStatus(self._name, self._processes, self._engine.num_running, num_states, events)
 
-    def _new_poller(self) -> StatePoller:
-        return StatePoller(self._engine, StatePublisher(self._ranks.engine, self._name))
+    async def recent_states(self) -> list[int]:
+        """The hashes of the states that a replica which joins may ask for, those used last first."""
+        keys: list[int] = await self._engine.call(on_all_ranks(recent_states))
+        return keys
 
-    async def hand_over(self, order: HandOver) -> None:
-        """Begin to hand states over."""
-        task = asyncio.create_task(serve_hand_over(self._engine, order, timeout_s=self._warm_timeout_s))
-        self._hand_overs.add(task)
-        task.add_done_callback(self._hand_overs.discard)
+    async def hand_over(self, *order: Any) -> None:
+        """Call `send_states` with these arguments on all ranks, between two steps."""
+        await self._engine.call(on_all_ranks(send_states, *order))
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name, self._ingresses.numbers)
@@ -191,12 +186,11 @@ class EngineReplica:
 
     async def _end_when_lost(self) -> None:
         """End this process where the engine has failed, or a rank is lost."""
-        lost = asyncio.create_task(self._ranks.lost()) if self._ranks.has_others else None
-        while self._engine.failure is None and (lost is None or not lost.done()):
+        while (reason := self._engine.failure or self._ranks.failure) is None:
             await asyncio.sleep(0.1)
-        self._end_process(self._engine.failure if lost is None or not lost.done() else lost.result())
+        self._end_process(reason)
 
-    def _end_process(self, reason: BaseException | None) -> None:
+    def _end_process(self, reason: BaseException) -> None:
         """End at once; a replica that raised errors instead would get more requests: its queue is short."""
         logger.error("mambaslots: replica %s is lost: %s", self._name, reason)
         logging.shutdown()

@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..inference.engines.async_engine import AsyncEngine
 from ..net.routing.state_events import StateEvents
 from ..net.routing.state_publisher import StatePublisher
 
@@ -22,53 +21,43 @@ class IngressQuestion(NamedTuple):
     numbers: Mapping[str, int]  # what the ingress adds to the fleet's metrics
 
 
-class StatePoller:
-    """Polls an engine's states: a poll waits for the end of a step, and no caller waits for a poll."""
-
-    def __init__(self, engine: AsyncEngine, publisher: StatePublisher) -> None:
-        self._engine, self._publisher = engine, publisher
-        self._poll: asyncio.Future[StateEvents | None] | None = None
-
-    def next(self, wants_all: bool) -> StateEvents | None:
-        """What the poll that ended has found; begins another one, of the changes or of all states."""
-        ended, events = self._poll, None
-        if ended is not None:
-            if not ended.done():
-                return None
-            events = None if ended.exception() else ended.result()
-        take = self._publisher.snapshot if wants_all else self._publisher.take
-        self._poll = asyncio.ensure_future(self._engine.call(lambda engine: take()))
-        return events
-
-
 @dataclass
 class _Ingress:
     numbers: Mapping[str, int]
     asked_s: float
-    poller: StatePoller | None = None
+    publisher: StatePublisher | None = None
+    poll: "asyncio.Future[StateEvents | None] | None" = None  # of the publisher, in the engine's thread
 
 
 class Ingresses:
-    """The ingresses that ask a replica: each receives every change of the replica's states."""
+    """The ingresses that ask a replica: each receives every change of the replica's states.
+
+    A poll of the states waits for the end of a step, and no caller waits for a poll.
+    """
 
     def __init__(
-        self, new_poller: Callable[[], StatePoller] | None, clock: Callable[[], float] = time.monotonic
+        self,
+        call: Callable[[Callable[[Any], Any]], Awaitable[Any]],
+        new_publisher: Callable[[], StatePublisher] | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`new_poller` makes that of an ingress; None without a cache."""
-        self._new_poller, self._clock = new_poller, clock
+        """`call`: `AsyncEngine.call`. `new_publisher` makes that of an ingress; None without a cache."""
+        self._call, self._new_publisher, self._clock = call, new_publisher, clock
         self._known: dict[str, _Ingress] = {}
 
     def answer(self, question: IngressQuestion) -> StateEvents | None:
-        """What has changed, once it is known; None before that, and without a cache."""
+        """What the poll that ended has found; begins another one. None without one, and without a cache."""
         ingress = self._known.setdefault(question.ingress, _Ingress({}, 0.0))
         ingress.numbers, ingress.asked_s = question.numbers, self._clock()
         for other in self._known.values():
             if self._is_gone(other):
-                other.poller = None
-        if self._new_poller is None:
+                other.publisher = other.poll = None
+        if self._new_publisher is None or (ingress.poll is not None and not ingress.poll.done()):
             return None
-        ingress.poller = ingress.poller or self._new_poller()
-        return ingress.poller.next(question.lacks_states)
+        ended, publisher = ingress.poll, ingress.publisher or self._new_publisher()
+        take = publisher.snapshot if question.lacks_states else publisher.take
+        ingress.publisher, ingress.poll = publisher, asyncio.ensure_future(self._call(lambda engine: take()))
+        return None if ended is None or ended.exception() else ended.result()
 
     @property
     def numbers(self) -> dict[str, Mapping[str, int]]:

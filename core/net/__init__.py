@@ -3,13 +3,14 @@
 The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
 and move cached prefixes between them.
 
-channel, all_ranks    messages between processes; work that all ranks do or none
+channel, all_ranks    how processes talk, and know that one is lost; work that all ranks do or none
 lockstep/             one rank leads, the others make its calls
 transfer/             prefixes to another replica
 prefill_decode/       prefill apart from decode
 routing/              which replica holds a prompt's states
 
-A name is imported at its first use: a router needs no engine.
+lockstep, transfer and prefill_decode each list in messages.py what they send. A name is imported at its
+first use: a router needs no engine.
 """
 
 from typing import TYPE_CHECKING

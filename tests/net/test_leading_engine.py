@@ -356,6 +356,7 @@ def test_no_rank_waits_in_a_function_for_one_where_it_raised(
     with pytest.raises(RuntimeError, match="a call failed on this rank of a split model"):
         engine.step()
     engine.reset()
+    assert "collective" not in [thread.name for thread in threading.enumerate()]
     serve_checked(engine, PROMPTS)
 
 
@@ -457,6 +458,7 @@ def test_a_closed_engine_makes_no_calls() -> None:
         assert isinstance(engine, msd.LeadingEngine)
         engine.generate(PROMPTS, EIGHT)
     engine.close()
+    assert engine._followers.lost == {}  # they left because it was closed
     assert engine.stats().num_running == 0
     with pytest.raises(RuntimeError, match="the LeadingEngine is closed"):
         engine.add_request(PROMPTS[0])

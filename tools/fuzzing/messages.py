@@ -177,11 +177,12 @@ class Clients:
         await asyncio.sleep(0)
         why = ""
         try:
-            await client._listen(link, channel)
+            while True:  # as `run` does
+                await client._take(await client._next(link), channel)
         except PeerLostError as lost:
             why = str(lost) or "it has ended"
         assert why
-        client._disconnected(why)  # as `run` does
+        client.give_up(why)
         answers = await asyncio.gather(*asked)
         assert all(isinstance(answer, RemotePrefill) for answer in answers)
         assert not client._pending

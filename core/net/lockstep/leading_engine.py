@@ -54,6 +54,8 @@ class LeadingEngine(DynamicInferenceEngine):
     any other.
     """
 
+    _followers: RankConnections  # only where the model is split
+
     def __init__(
         self,
         model: Model,
@@ -86,17 +88,15 @@ class LeadingEngine(DynamicInferenceEngine):
         if spec is not None:
             self._check_unused(spec.groups)
         super().__init__(model, config, drafter=drafter, seed=seed)
-        self._followers: RankConnections | None = None
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._late: deque[tuple[msgspec.Struct, Callable[[], object], Any]] = deque()  # from inside a step
         self._calling: int | None = None  # the thread that makes a call now
         self._caller = threading.current_thread()  # of the last call
-        self._runs_on_all = False
         self._finalizer: Callable[[], object] = lambda: None
-        groups = self.context.spec.groups
-        if groups.is_split:
-            self._followers = RankConnections(groups, self.context.spec.device, timeout_s)
+        self._leads = self.core.is_split  # calls are sent to followers; not inside a function of all ranks
+        if self._leads:
+            self._followers = RankConnections(self.context.spec.groups, self.context.spec.device, timeout_s)
             self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
             _open.add(self)
 
@@ -120,9 +120,10 @@ class LeadingEngine(DynamicInferenceEngine):
 
     @property
     def _may_cancel(self) -> bool:
-        inside = self._runs_on_all or self._calling is not None
-        ended = self._closed.is_set() or (self._followers is not None and self._followers.lost)
-        return self._followers is None or not (inside or ended)
+        if not self.core.is_split:
+            return True
+        ended = self._closed.is_set() or bool(self._followers.lost)
+        return self._leads and self._calling is None and not ended
 
     def _apply(self, call: CoreCall, *arguments: Any) -> Any:
         """Make a call on all ranks.
@@ -131,7 +132,7 @@ class LeadingEngine(DynamicInferenceEngine):
         ended otherwise than here, the engine is broken.
         """
         make = partial(super()._apply, call, *arguments)
-        if self._followers is None or self._runs_on_all:
+        if not self._leads:
             return make()
         message = message_of(call, arguments)
         self._caller = threading.current_thread()
@@ -145,7 +146,6 @@ class LeadingEngine(DynamicInferenceEngine):
                 if call == "reset":
                     self.core.requests |= {request.request_id: request for _, _, request in self._late}
                     self._late.clear()
-                    self._check_open()
                     self._differences()
                     self._followers.any_broken = False
                 elif call == "step":
@@ -161,7 +161,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:
         self._check_open()
-        followers = self._open_followers
+        followers = self._followers
         try:
             followers.send(message)
             self._calling = threading.get_ident()
@@ -184,21 +184,15 @@ class LeadingEngine(DynamicInferenceEngine):
     def _break(self, error: BaseException) -> None:
         """Break the engine, and let no rank wait for another one in a collective."""
         self.core.break_on_failure(error)
-        self._open_followers.abort(f"rank 0 {Outcome.of(error)}; call reset()")
-
-    @property
-    def _open_followers(self) -> RankConnections:
-        assert self._followers is not None
-        return self._followers
+        self._followers.abort(f"rank 0 {Outcome.of(error)}; call reset()")
 
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the LeadingEngine is closed; its followers make no more calls")
-        self._open_followers.check_ranks()
+        self._followers.check_ranks()
 
     def _await_followers(self) -> None:
         """Wait until all ranks have made all calls, and made them alike."""
-        self._check_open()
         if differences := self._differences():
             error = RuntimeError(
                 f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
@@ -207,8 +201,9 @@ class LeadingEngine(DynamicInferenceEngine):
             raise error
 
     def _differences(self) -> list[str]:
+        self._check_open()
         try:
-            return self._open_followers.differences()
+            return self._followers.differences()
         except TimeoutError as late:
             error = RuntimeError(f"{late}; start all ranks again")
             self._break(error)
@@ -216,7 +211,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """As `DynamicInferenceEngine.changing_cache`; RuntimeError where only this rank would change."""
-        if self._followers is not None and not self._runs_on_all and self._calling is None:
+        if self._leads and self._calling is None:
             raise RuntimeError(
                 "a LeadingEngine is about to change on this rank alone; call the function that changes it "
                 "through `call_on_all`"
@@ -256,9 +251,9 @@ class LeadingEngine(DynamicInferenceEngine):
         if not callable(function):
             raise refused("function", function, "a function of the engine")
         self.ensure_usable("call_on_all")
-        if self._followers is None:
+        if not self.core.is_split:
             return function(self, *arguments)
-        if self._runs_on_all:
+        if not self._leads:
             raise RuntimeError("call_on_all is called by a function that it calls; call the inner one itself")
         check_plain("an argument of call_on_all", arguments)
         run = CallFunction(name_of("function", function), list(arguments), self.factory.next_ids)
@@ -272,10 +267,10 @@ class LeadingEngine(DynamicInferenceEngine):
             return self._run(run, partial(function, self, *arguments))
 
     def _run[T](self, run: CallFunction, function: Callable[[], T]) -> T:
-        followers = self._open_followers
+        followers = self._followers
         followers.send(run)
         error: Exception | None = None
-        self._runs_on_all, self._calling = True, threading.get_ident()
+        self._leads, self._calling = False, threading.get_ident()
         try:
             with on_device_of(self.context.spec.device):
                 value = function()
@@ -285,7 +280,7 @@ class LeadingEngine(DynamicInferenceEngine):
             self._break(raised)
             raise
         finally:
-            self._runs_on_all, self._calling = False, None
+            self._leads, self._calling = True, None
             followers.note_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.differences()
@@ -303,8 +298,7 @@ class LeadingEngine(DynamicInferenceEngine):
         Raises:
             RuntimeError: also where a function that all ranks call is called here alone.
         """
-        alone = self._followers is not None and not self._runs_on_all
-        if alone and not hasattr(type(self), call):
+        if self._leads and not hasattr(type(self), call):
             raise RuntimeError(
                 f"{call} is called on one rank of a split model; call it on all: "
                 f"engine.call_on_all({call}, ...)"
@@ -313,7 +307,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def check_ranks(self) -> None:
         """Raise RankDiedError where a rank is lost; returns at once, also from another thread."""
-        if self._followers is not None and not self._closed.is_set():
+        if self.core.is_split and not self._closed.is_set():
             self._followers.check_ranks()
 
     # ---- the end

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -91,13 +91,6 @@ class Add(_Call, frozen=True, array_like=True, tag="add"):
         )
 
 
-class Step(_Call, frozen=True, array_like=True, tag="step"):
-    """A step is made."""
-
-    def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
-        return "step", engine.model
-
-
 class Pin(_Call, frozen=True, array_like=True, tag="pin"):
     """The prefix of these blocks is pinned."""
 
@@ -112,13 +105,13 @@ class Pin(_Call, frozen=True, array_like=True, tag="pin"):
 
 
 class CallMethod(_Call, frozen=True, array_like=True, tag="method"):
-    """A method of `EngineCore` is called whose arguments are plain values."""
+    """Any other method of `EngineCore` is called; `step` with this rank's model, others with plain values."""
 
-    method: Literal["end", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume", "reset"]
+    method: CoreCall
     arguments: list[Any]
 
     def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
-        return self.method, *self.arguments
+        return self.method, *([engine.model] if self.method == "step" else self.arguments)
 
 
 class FindFunction(_Call, frozen=True, array_like=True, tag="find"):
@@ -164,7 +157,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """No call follows."""
 
 
-Call = Add | Step | Pin | CallMethod | FindFunction | CallFunction
+Call = Add | Pin | CallMethod | FindFunction | CallFunction
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -197,15 +190,13 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
 
 def message_of(call: CoreCall, arguments: tuple[Any, ...]) -> _Call:
     """The message for a call of `DynamicInferenceEngine._apply`; ValueError for what is no plain value."""
-    if call == "step":
-        return Step()
-    if call == "pin":
-        return Pin(arguments[0].root, arguments[0].tokens)
     if call == "add":
         return Add.of(arguments[0])
+    if call == "pin":
+        return Pin(arguments[0].root, arguments[0].tokens)
     if call == "set_weights_version":
         check_plain("version", arguments)
-    return CallMethod(call, list(arguments))
+    return CallMethod(call, [] if call == "step" else list(arguments))
 
 
 def check_plain(name: str, values: tuple[Any, ...]) -> None:

@@ -43,7 +43,7 @@ class RankConnections:
         self._lock = threading.RLock()  # of the listener, and what its messages change
         self._closed = threading.Event()
         self._ranks: dict[bytes, int] = {}  # connection -> rank
-        self._num_open = dict.fromkeys(range(1, groups.size), 0)  # rank -> calls without an answer
+        self._num_sent = 0  # calls, of which `_own` and `_theirs` have the outcomes
         self._own: list[Outcome] = []
         self._theirs: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
         self.lost: dict[int, str] = {}  # rank -> how its loss is known, a text that follows "rank 3 "
@@ -71,8 +71,7 @@ class RankConnections:
             pass
         self.check_ranks()
         with self._lock:
-            for rank in self._num_open:
-                self._num_open[rank] += 1
+            self._num_sent += 1
             self._send_to_all(call)
         self.check_ranks()
 
@@ -111,7 +110,7 @@ class RankConnections:
         """Wait for all calls; how ranks differ from rank 0. RankDiedError, TimeoutError for a late rank."""
         self.await_answers(self._timeout_s)
         self.check_ranks()
-        if missing := [rank for rank, number in self._num_open.items() if number]:
+        if missing := self._missing():
             raise TimeoutError(f"ranks {missing} have not ended a call within {self._timeout_s:g} s")
         texts = [
             f"rank {rank} {answered}, and rank 0 {expected}"
@@ -120,14 +119,19 @@ class RankConnections:
             if answered.kind != expected.kind or answered.broken
         ]
         with self._lock:
+            self._num_sent = 0
             for ended in (self._own, *self._theirs.values()):
                 ended.clear()
         return texts
 
+    def _missing(self) -> list[int]:
+        """Ranks that have not made all calls."""
+        return [rank for rank, theirs in self._theirs.items() if len(theirs) < self._num_sent]
+
     def await_answers(self, timeout_s: float) -> None:
         """Wait until each rank has made all calls or is lost, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while any(number for rank, number in self._num_open.items() if rank not in self._gone):
+        while not self._gone.issuperset(self._missing()):
             remaining_s = deadline - time.monotonic()
             if not self._receive(max(0.0, min(_LOOK_S, remaining_s))):
                 self._note_losses()
@@ -143,10 +147,9 @@ class RankConnections:
             peer, message, _ = received
             rank = self._ranks.get(peer)
             if rank is not None and isinstance(message, Outcome):
-                self._theirs[rank].append(message)
-                self._num_open[rank] -= 1  # now `await_answers`, which takes no lock, may return
                 if message.broken:
                     self.abort(f"rank {rank} {message}; call reset()")
+                self._theirs[rank].append(message)  # now `await_answers`, which takes no lock, may return
             elif rank is not None and isinstance(message, Failure):
                 self._note_lost(rank, message.reason)
             return True
@@ -183,7 +186,7 @@ class RankConnections:
 
     def _note_lost(self, rank: int, reason: str) -> None:
         self._gone.add(rank)
-        if not self._has_sent_lost:  # else it left because others are lost
+        if not (self._has_sent_lost or self._closed.is_set()):  # else it left for that
             self.lost.setdefault(rank, reason)
 
     def check_ranks(self) -> None:

@@ -83,15 +83,16 @@ class PrefillClient:
             reason = "the connection is closed"
             try:
                 async with self._connection() as (link, channel):
-                    await self._listen(link, channel)
-            except PeerLostError as lost:
+                    while True:
+                        await self._take(await self._next(link), channel)
+            except Exception as lost:  # also of the store, or of the engine's thread
                 reason = str(lost)
-                logger.warning("mambaslots: the prefill worker is lost: %s", lost)
-            except Exception as failed:  # of the store, or of the engine's thread
-                reason = str(failed)
-                logger.warning("mambaslots: the prefill worker is lost", exc_info=failed)
+                unforeseen = None if isinstance(lost, PeerLostError) else lost
+                logger.warning("mambaslots: the prefill worker is lost: %s", lost, exc_info=unforeseen)
             finally:
-                self._disconnected(reason)
+                self._link, self._absence = None, reason
+                self.connected.clear()
+                self.give_up(reason)
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
@@ -128,12 +129,6 @@ class PrefillClient:
         finally:
             connecting.add_done_callback(_close)  # also where this task was cancelled meanwhile
 
-    def _disconnected(self, reason: str) -> None:
-        """Answer every question with the failure, and accept no more."""
-        self._link, self._absence = None, reason
-        self.connected.clear()
-        self.give_up(reason)
-
     def give_up(self, reason: str) -> None:
         """Answer every question with the failure; each one is cancelled at the worker, too."""
         for asked in self._pending.values():
@@ -148,10 +143,6 @@ class PrefillClient:
             await link.await_message(_POLL_S)
         answer: Answer = received[0]
         return answer
-
-    async def _listen(self, link: Link, channel: TransferChannel) -> None:
-        while True:
-            await self._take(await self._next(link), channel)
 
     async def _take(self, answer: Answer, channel: TransferChannel) -> None:
         if isinstance(answer, Computed):

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -70,7 +70,6 @@ class PrefillWorker:
         self._key = messages.address_key(name)
         self._host = instance("host", host, str)
         self._timeout_s = real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S)
-        self._sessions: dict[bytes, PrefillSession] = {}
         context = engine.context
         num_prompts = max(1, context.prefix_cache.pins.max_slots)
         self._room = PromptRoom(context.admission.max_blocks, num_prompts, engine.config.block_size_tokens)
@@ -83,38 +82,34 @@ class PrefillWorker:
             EngineDeadError: the engine's thread has given up.
             RuntimeError: the store was lost, as torch says it.
         """
-        async with AsyncEngine(self._engine) as server:
-            listener = Listener(Question, hosts=(self._host,))
-            try:
-                await asyncio.to_thread(self._store.set, self._key, listener.address.to_bytes().decode())
-                await self._serve_peers(server, listener)
-            finally:
-                tasks = [session.task for session in self._sessions.values()]
-                for task in tasks:
-                    if not task.cancelling():  # a second time would interrupt the end of its channel
-                        task.cancel()
-                try:  # who cancels the worker, may cancel it again while the sessions end
-                    await asyncio.gather(*tasks, return_exceptions=True)
-                finally:
-                    listener.close()
+        try:
+            async with AsyncEngine(self._engine) as server:
+                with closing(Listener(Question, hosts=(self._host,))) as listener:
+                    address = listener.address.to_bytes().decode()
+                    await asyncio.to_thread(self._store.set, self._key, address)
+                    async with asyncio.TaskGroup() as sessions:
+                        await self._serve_peers(server, listener, sessions)
+        except ExceptionGroup as group:  # of the engine's thread: sessions raise nothing
+            raise group.exceptions[0] from None
 
-    async def _serve_peers(self, server: AsyncEngine, listener: Listener) -> None:
+    async def _serve_peers(self, server: AsyncEngine, listener: Listener, tasks: asyncio.TaskGroup) -> None:
+        sessions: dict[bytes, PrefillSession] = {}
         loop = asyncio.get_running_loop()
         beat_s = loop.time()
         while True:
             await listener.await_message(beat_s - loop.time())
             if (received := listener.receive(0.0)) is not None:
                 peer, question, _ = received
-                if isinstance(question, Hello) and peer not in self._sessions:
+                if isinstance(question, Hello) and peer not in sessions:
                     session = PrefillSession(server, self._room, self._store, listener, peer)
-                    session.task = loop.create_task(session.serve(question, self._timeout_s))
-                    session.task.add_done_callback(lambda _, name=peer: self._sessions.pop(name))  # type: ignore[misc]
-                    self._sessions[peer] = session
-                elif peer in self._sessions:
-                    self._sessions[peer].questions.put_nowait(question)
+                    serving = tasks.create_task(session.serve(question, self._timeout_s))
+                    serving.add_done_callback(lambda _, name=peer: sessions.pop(name))  # type: ignore[misc]
+                    sessions[peer] = session
+                elif peer in sessions:
+                    sessions[peer].questions.put_nowait(question)
             if loop.time() >= beat_s:
                 await server.call(lambda engine: None)  # returns once the engine is between two steps
-                for session in list(self._sessions.values()):
+                for session in list(sessions.values()):
                     session.beat()
                 beat_s = loop.time() + BEAT_S
 
@@ -173,13 +168,12 @@ async def computed_prefix(server: AsyncEngine, tokens: list[int], salt: bytes | 
         return ""
 
     try:
-        missing = await server.call(pin)
-        for _ in range(_MAX_COMPUTATIONS):
-            if missing:
-                await _compute(server, tokens, salt)
-                missing = await server.call(pin)
-        if missing:
-            raise PrefixLostError(f"its state is not cached: {missing}")
+        computations = 0
+        while missing := await server.call(pin):
+            if computations == _MAX_COMPUTATIONS:
+                raise PrefixLostError(f"its state is not cached: {missing}")
+            await _compute(server, tokens, salt)
+            computations += 1
         yield
     finally:
         with suppress(RuntimeError):  # an engine that is dead or closed keeps nothing
@@ -199,14 +193,12 @@ async def _compute(server: AsyncEngine, tokens: list[int], salt: bytes | None) -
 
 
 class PrefillSession:
-    """What one decode engine asks for: `questions`, its messages after the first; `task` runs `serve`."""
-
-    task: "asyncio.Task[None]"
+    """What one decode engine asks for: `questions`, its messages after the first; None once it is gone."""
 
     def __init__(
         self, server: AsyncEngine, room: PromptRoom, store: Store, listener: Listener, peer: bytes
     ) -> None:
-        self.questions: asyncio.Queue[Question] = asyncio.Queue()
+        self.questions: asyncio.Queue[Question | None] = asyncio.Queue()
         self._server, self._room, self._store = server, room, store
         self._listener, self._peer = listener, peer
         self._serves = False
@@ -216,7 +208,7 @@ class PrefillSession:
     def beat(self) -> None:
         """Say that the engine makes steps; end the session where the peer is gone."""
         if not self._listener.is_connected(self._peer):
-            self.task.cancel()
+            self.questions.put_nowait(None)
         elif self._serves:
             with suppress(PeerLostError):  # the next beat finds it gone
                 self._send(messages.Beat())
@@ -256,7 +248,12 @@ class PrefillSession:
                     prefill = self._prefill(question, channel)
                     self._computing[question.number] = tasks.create_task(prefill)
                 else:
-                    raise PeerLostError("it asks for what is no new prefix")
+                    reason = (
+                        "its connection is closed"
+                        if question is None
+                        else "it asks for what is no new prefix"
+                    )
+                    raise PeerLostError(reason)
 
     async def _prefill(self, prefix: Prefill, channel: TransferChannel) -> None:
         """Compute a prefix and hand it over."""
@@ -269,20 +266,18 @@ class PrefillSession:
             ):
                 del self._computing[number]  # it is not cancelled any more: the peer receives it
                 self._send(Computed(number))
-                await self._hand_over(prefix, channel)
+                try:
+                    sent = await self._server.call(
+                        lambda engine: channel.send([(prefix.tokens, prefix.salt)])
+                    )
+                except ValueError as error:  # of an engine that can hand nothing over
+                    raise PeerLostError(str(error)) from error
+                if sent.failure:
+                    raise PeerLostError(f"a prefix did not reach it: {sent.failure}")
         except (ValueError, PrefixLostError) as error:
             self._send(messages.Refused(number, str(error)))
         finally:
             self._computing.pop(number, None)
-
-    async def _hand_over(self, prefix: Prefill, channel: TransferChannel) -> None:
-        named = (prefix.tokens, prefix.salt)
-        try:
-            report = await self._server.call(lambda engine: channel.send([named]))
-        except ValueError as error:  # of an engine that can hand nothing over
-            raise PeerLostError(str(error)) from error
-        if report.failure:
-            raise PeerLostError(f"a prefix did not reach it: {report.failure}")
 
     def _send(self, answer: Answer) -> None:
         self._listener.send(self._peer, answer)

@@ -120,7 +120,7 @@ class TransferChannel:
         access = self._open("connect", None)
         try:
             session = self._begin(access, timeout_s)
-            session.run_in_time(lambda: session.connect(access))
+            session.run_in_time(session.connect)
         except (TransferError, PeerLostError) as error:
             self._fail("was not connected", error, error)
             return described(error)
@@ -156,7 +156,7 @@ class TransferChannel:
         session = self._begin(access, timeout_s)
         assert isinstance(session, Source)
         try:
-            sent = session.run_in_time(lambda: session.send(access, offered, self._nccl))
+            sent = session.run_in_time(lambda: session.send(offered))
         except Exception as error:
             self._fail("was not sent", error, error)
             return SendReport(failure=described(error))
@@ -191,12 +191,12 @@ class TransferChannel:
         def received() -> Incoming:
             session = self._begin(access, timeout_s)
             assert isinstance(session, Destination)
-            forest = session.run_in_time(lambda: session.collect(access))
+            offers = session.run_in_time(session.collect)
 
             def fill(placement: Placement) -> None:
-                session.run_in_time(lambda: session.fill(access, placement, self._nccl))
+                session.run_in_time(lambda: session.fill(offers, placement))
 
-            return Incoming(forest, fill)
+            return Incoming(offers[0][2].forest, fill)
 
         try:
             return import_received(access, received)
@@ -239,7 +239,8 @@ class TransferChannel:
         if self._session is None:
             kind = Source if self._side == "source" else Destination
             scrubs = self._engine.config.free_memory == "zero"
-            self._session = kind(self._store, access.spec.device, scrubs=scrubs)
+            self._session = kind(self._store, access.spec.device, self._nccl, scrubs)
+        self._session.access = access
         self._session.timeout_s, self._session.deadline = timeout_s, time.monotonic() + timeout_s
         return self._session
 

@@ -1,38 +1,21 @@
-"""The messages of a hand-over, and what carries its pieces: such messages, or NCCL between GPUs.
-
-Every rank of the destination has a listener, whose address it writes to the store under the name of the
-hand-over. Every rank of the source connects to all of them. One hand-over, for each pair of ranks:
-
-    source -> destination   Offer: the prefixes that the source has, and which part of the model is its own
-    destination -> source   PieceRequest: the blocks and states that the destination lacks and has room for
-    source -> destination   the pieces, over NCCL or as messages; both sides compute which these are
-    source -> destination   Checksums: the checksum of each piece
-    destination -> source   Received: all pieces have arrived whole
-
-Either side may end it with a Refusal, as does a source that waited in vain.
-"""
+"""What carries the pieces of a hand-over: messages, or NCCL between GPUs."""
 
 import importlib.util
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from ..channel import Address, Link, PeerLostError
-from .format import Count, Size, TensorPart, TransferError
+from .format import TransferError
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _CLOSE_S = 5.0
 _CALL_S = 1.0
 """A call of NCCL that takes longer, though none should block, does not delay an abort."""
-MAX_REASON_LETTERS = 2000
-PROTOCOL_VERSION = 3
 
 
 class NcclFacts(NamedTuple):
@@ -43,60 +26,6 @@ class NcclFacts(NamedTuple):
 
     def fits(self, other: "NcclFacts | None") -> bool:
         return other is not None and self.version == other.version and self.gpu != other.gpu
-
-
-class Endpoint(msgspec.Struct):
-    """What a rank of the destination writes to the store."""
-
-    protocol: int
-    address: Address
-    ranks: Size
-
-
-class Offer(msgspec.Struct, tag=True, frozen=True):
-    """The prefixes of one rank of the source, without their tensors."""
-
-    rank: Count
-    ranks: Size  # of the source
-    prefixes: bytes  # an encoded `Description`
-    nccl: NcclFacts | None  # None to do without
-
-
-class PieceRequest(msgspec.Struct, tag=True, frozen=True):
-    """What the destination asks for; nodes of the offer, whose rows are to be sent in this order."""
-
-    part: dict[str, TensorPart] | None = None  # of the model; None for nothing
-    blocks: list[Count] = []
-    states: list[Count] = []
-    over_nccl: bool = False  # else as messages
-    nccl_id: bytes = b""  # of the communicator to make; empty to use the one that is there
-
-
-class Piece(msgspec.Struct, tag=True, frozen=True):
-    """A piece; its bytes are the payload."""
-
-
-class Acknowledged(msgspec.Struct, tag=True, frozen=True):
-    """One more piece has arrived."""
-
-
-class Checksums(msgspec.Struct, tag=True, frozen=True):
-    """The checksums of all pieces."""
-
-    values: list[int]
-
-
-class Received(msgspec.Struct, tag=True, frozen=True):
-    """All pieces have arrived whole."""
-
-
-class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """The sender ends the hand-over."""
-
-    reason: str
-
-
-Message = Offer | PieceRequest | Piece | Acknowledged | Checksums | Received | Refusal
 
 
 class MessagePassage(NamedTuple):
@@ -158,46 +87,6 @@ class MessagePipe:
             self._num_received += 1
             self._acknowledge()
         return self._num_received >= number
-
-
-class Peer:
-    """A rank of the other side, over its connection."""
-
-    def __init__(
-        self, name: str, send: Callable[..., None], is_connected: Callable[[], bool], link: Link | None = None
-    ) -> None:
-        self.name, self.send, self.is_connected, self.link = name, send, is_connected, link
-        self.inbox: deque[Message] = deque()
-        self.messages = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
-        self.nccl: NcclPipe | None = None  # kept from one hand-over to the next
-
-    def take(self, message: Message, payload: memoryview | None) -> None:
-        if isinstance(message, Piece):
-            self.messages.arrived.append(payload or memoryview(b""))
-        elif isinstance(message, Acknowledged):
-            self.messages.num_acknowledged += 1
-        else:
-            self.inbox.append(message)
-
-    def check_not_refused(self) -> None:
-        for message in self.inbox:
-            if isinstance(message, Refusal):
-                raise TransferError(f"{self.name}: {message.reason[:MAX_REASON_LETTERS]}")
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Errors of the connection become a TransferError that names the peer."""
-        try:
-            yield
-        except TransferError:
-            raise
-        except (RuntimeError, PeerLostError) as error:
-            if self.link is not None:  # it may have said why before it closed the connection
-                with suppress(PeerLostError):
-                    while (found := self.link.receive(0.0)) is not None:
-                        self.take(*found)
-            self.check_not_refused()
-            raise TransferError(f"{self.name} was lost: {error}") from error
 
 
 def nccl_facts(device: torch.device) -> NcclFacts | None:

@@ -17,25 +17,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...devices import on_device_of
 from ...validation import refused, shown
 from ..channel import Address, Link, Listener, PeerLostError
+from . import messages
 from .exports import CacheAccess
-from .format import Description, PrefixForest, TransferError, check_shard, decode, encode, shard_of
+from .format import Description, TransferError, check_shard, decode, encode, shard_of
+from .messages import Offer, Peer, PieceRequest
 from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
-from .pipe import (
-    MAX_REASON_LETTERS,
-    PROTOCOL_VERSION,
-    Checksums,
-    Endpoint,
-    Message,
-    MessagePipe,
-    NcclFacts,
-    NcclPipe,
-    Offer,
-    Peer,
-    PieceRequest,
-    Received,
-    Refusal,
-    new_nccl_id,
-)
+from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
 from .placement import Placement
 from .shard import sources_for
 
@@ -52,11 +39,15 @@ class Session[Key](ABC):
 
     nccl_rank: int  # of the side, in a communicator
 
-    def __init__(self, store: Store, device: torch.device, scrubs: bool) -> None:
-        self.store, self.device = store, device
+    access: CacheAccess  # of the call under way, as `timeout_s` and `deadline`
+    timeout_s: float
+    deadline: float  # by `time.monotonic`
+
+    def __init__(self, store: Store, device: torch.device, nccl: NcclFacts | None, scrubs: bool) -> None:
+        """`nccl`: what this rank can use; None to do without."""
+        self.store, self.device, self.nccl = store, device, nccl
         self.lease = PoolLease()
         self.staging = Staging(device, scrubs)
-        self.deadline = self.timeout_s = 0.0
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", by which pieces went last
         self.num_bytes = 0  # of the last hand-over
@@ -97,12 +88,7 @@ class Session[Key](ABC):
         return message
 
     def exchange[T](
-        self,
-        move: Callable[..., T],
-        access: CacheAccess,
-        peer: Peer,
-        request: PieceRequest,
-        rows: tuple[list[int], list[int]],
+        self, move: Callable[..., T], peer: Peer, request: PieceRequest, rows: tuple[list[int], list[int]]
     ) -> T:
         """`send_pieces` or `receive_pieces` of what `request` names; `rows`: blocks and slots."""
         pipe: MessagePipe | NcclPipe | None = peer.messages
@@ -111,9 +97,9 @@ class Session[Key](ABC):
                 peer.nccl = NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s)
             if (pipe := peer.nccl) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
-        layout = PieceLayout(access.format(), request.part or {}, len(rows[0]), len(rows[1]))
+        layout = PieceLayout(self.access.format(), request.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
-            copies = PartCopies(access, request.part or {}, *rows)
+            copies = PartCopies(self.access, request.part or {}, *rows)
         wait_for = partial(self.wait_for, peer=peer, over_nccl=request.over_nccl)
         moved = move(pipe, layout, copies, self.staging, self.lease, wait_for)
         self.transport = "nccl" if request.over_nccl else "messages"
@@ -156,7 +142,7 @@ class Session[Key](ABC):
             peer = self.peers.pop(key)
             if reason:
                 with suppress(Exception):
-                    peer.send(Refusal(reason[:MAX_REASON_LETTERS]))
+                    peer.send(messages.Refusal(reason[: messages.MAX_REASON_LETTERS]))
             if peer.link is not None:
                 peer.link.close()
             if peer.nccl is not None and not peer.nccl.close():
@@ -182,7 +168,7 @@ class Source(Session[Address]):
 
     nccl_rank = 1
 
-    def connect(self, access: CacheAccess) -> None:
+    def connect(self) -> None:
         """Connect with all ranks of the destination, where they are now; PeerLostError for a lost one."""
         first = self._endpoint(0)
         points = [first, *(self._endpoint(rank) for rank in range(1, first.ranks))]
@@ -193,7 +179,7 @@ class Source(Session[Address]):
             name = f"rank {rank} of the destination"
             if address not in self.peers:
                 try:
-                    link = Link(address, Message, max(0.001, min(5.0, self.remaining_s())))
+                    link = Link(address, messages.Message, max(0.001, min(5.0, self.remaining_s())))
                 except PeerLostError as error:
                     raise PeerLostError(f"{name} was lost: {error}") from error
                 self.peers[address] = Peer(name, link.send, link.is_connected, link)
@@ -203,7 +189,7 @@ class Source(Session[Address]):
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
 
-    def _endpoint(self, rank: int) -> Endpoint:
+    def _endpoint(self, rank: int) -> messages.Endpoint:
         """What a rank of the destination has written, or will have."""
         name = f"rank {rank} of the destination"
         try:  # one call, which waits for no key: the destination deletes its own as it closes
@@ -214,70 +200,67 @@ class Source(Session[Address]):
             raise TransferError(f"the store was lost: {error}") from error
         try:
             found = msgspec.json.decode(data)
-            if found["protocol"] != PROTOCOL_VERSION:
-                raise refused(
-                    "protocol", found["protocol"], f"{PROTOCOL_VERSION}, of the release of mambaslots here"
-                )
-            return msgspec.convert(found, Endpoint)
+            if found["protocol"] != messages.PROTOCOL_VERSION:
+                accepted = f"{messages.PROTOCOL_VERSION}, of the release of mambaslots here"
+                raise refused("protocol", found["protocol"], accepted)
+            return msgspec.convert(found, messages.Endpoint)
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
-    def send(self, access: CacheAccess, offered: Offered, nccl: NcclFacts | None) -> tuple[int, int, float]:
+    def send(self, offered: Offered) -> tuple[int, int, float]:
         """Offer prefixes, send what is wanted; returns the receivers, and the bytes and seconds of all."""
-        offer = Offer(access.rank, access.spec.groups.size, encode(offered.description), nccl)
-        answers = self._answers(access, offer)
+        groups = self.access.spec.groups
+        answers = self._answers(Offer(groups.rank, groups.size, encode(offered.description), self.nccl))
         wanted = [(peer, request) for peer, request in answers if request.part is not None]
         self.num_bytes, seconds = 0, 0.0
         for peer, request in wanted:
             with peer.named():
                 begin = time.perf_counter()
-                self._send_part(access, peer, request, offered)
+                self._send_part(peer, request, offered)
                 seconds += time.perf_counter() - begin
         return len(wanted), self.num_bytes, seconds
 
-    def _answers(self, access: CacheAccess, offer: Offer) -> list[tuple[Peer, PieceRequest]]:
+    def _answers(self, offer: Offer) -> list[tuple[Peer, PieceRequest]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
-        offered: dict[Address, Peer] = {}  # a connection that was made again has not got it
-        answered: dict[Address, PieceRequest] = {}
-        while not self.peers or not self.peers.keys() <= answered.keys():
+        offered: set[Peer] = set()  # a connection that was made again has not got it
+        answers: dict[Peer, PieceRequest] = {}
+        while not self.peers or len(answers) < len(self.peers):
             try:
-                self.connect(access)
-                for key, peer in self.peers.items():
-                    if offered.get(key) is not peer:
-                        if key in answered:
-                            raise TransferError(f"{peer.name} was lost after its answer")
-                        peer.inbox.clear()
-                        peer.send(offer)
-                        offered[key] = peer
+                self.connect()
+                for lost in answers.keys() - set(self.peers.values()):
+                    raise TransferError(f"{lost.name} was lost after its answer")
+                for peer in set(self.peers.values()) - offered:
+                    peer.inbox.clear()
+                    peer.send(offer)
+                    offered.add(peer)
             except PeerLostError as error:
-                if answered or self.remaining_s() <= 0 or self.lease.revoked:
+                if answers or self.remaining_s() <= 0 or self.lease.revoked:
                     raise TransferError(str(error)) from error
                 time.sleep(0.02)
                 continue
-            for key in self.peers.keys() - answered.keys():
-                peer = self.peers[key]
+            for peer in set(self.peers.values()) - answers.keys():
                 try:
                     self.pump(peer, _LOOK_S / len(self.peers))
                 except PeerLostError as error:
-                    if answered or peer.is_connected():  # it has sent an invalid message
+                    if answers or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
-                    answered[key] = self.expect(peer, PieceRequest)
+                    answers[peer] = self.expect(peer, PieceRequest)
                 else:
                     self.check_time(peer.name)
-        return [(peer, answered[key]) for key, peer in self.peers.items()]
+        return [(peer, answers[peer]) for peer in self.peers.values()]
 
-    def _send_part(self, access: CacheAccess, peer: Peer, request: PieceRequest, offered: Offered) -> None:
+    def _send_part(self, peer: Peer, request: PieceRequest, offered: Offered) -> None:
         part = request.part or {}
         check_shard(offered.description.format, part)
-        sources_for([shard_of(access.spec)], part)  # raises for what this rank does not hold
+        sources_for([shard_of(self.access.spec)], part)  # raises for what this rank does not hold
         rows = _rows("blocks", request.blocks, offered.blocks), _rows("states", request.states, offered.slots)
-        sums, under_way = self.exchange(send_pieces, access, peer, request, rows)
-        peer.send(Checksums(sums))
+        sums, under_way = self.exchange(send_pieces, peer, request, rows)
+        peer.send(messages.Checksums(sums))
         for passage in under_way:
             self.wait_for(passage.is_done, peer, request.over_nccl)
         self.staging.scrub()
-        self.expect(peer, Received)
+        self.expect(peer, messages.Received)
 
 
 def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
@@ -291,55 +274,54 @@ class Destination(Session[bytes]):
 
     nccl_rank = 0
     listener: Listener | None = None
+    _offers: dict[int, tuple[Peer, Offer]]  # rank -> its newest offer
+    _looked = 0.0
 
-    def __init__(self, store: Store, device: torch.device, scrubs: bool) -> None:
-        super().__init__(store, device, scrubs)
-        self._offers: dict[int, tuple[bytes, Offer]] = {}  # rank -> connection, newest offer
-        self._taken: list[tuple[Peer, Offer, Description]] = []  # those of this hand-over, by rank
-        self._looked = 0.0
-
-    def connect(self, access: CacheAccess) -> None:
+    def connect(self) -> None:
         """Make the listener, and publish its address."""
         if self.listener is None:
-            self.listener = Listener(Message)
-            endpoint = Endpoint(PROTOCOL_VERSION, self.listener.address, access.spec.groups.size)
-            self.store.set(f"{access.rank}", msgspec.json.encode(endpoint).decode())
+            self.listener, self._offers = Listener(messages.Message), {}
+            groups = self.access.spec.groups
+            endpoint = messages.Endpoint(messages.PROTOCOL_VERSION, self.listener.address, groups.size)
+            self.store.set(f"{groups.rank}", msgspec.json.encode(endpoint).decode())
 
-    def collect(self, access: CacheAccess) -> PrefixForest:
-        """Wait for an offer of each rank of the source; the forest of all."""
-        self.connect(access)
-        while True:
-            self._take_messages(0.0)
-            for connection, offer in list(self._offers.values()):
-                if not self.peers[connection].is_connected():
-                    self._offers.pop(offer.rank)
-            count = self._offers[0][1].ranks if 0 in self._offers else 1
-            missing = next((rank for rank in range(count) if rank not in self._offers), None)
-            if missing is None:
-                break
+    def collect(self) -> list[tuple[Peer, Offer, Description]]:
+        """Wait for an offer of each rank of the source; all offers, in order of rank and of one forest."""
+        self.connect()
+        self._take_messages(0.0)
+        while (missing := self._missing_rank()) is not None:
             self.check_time(f"rank {missing} of the source")
             self._take_messages(min(_LOOK_S, max(0.0, self.remaining_s())))
-        self._taken = []
-        for connection, offer in [self._offers.pop(rank) for rank in range(count)]:
+        newest = [self._offers.pop(rank) for rank in range(self._offers[0][1].ranks)]
+        offers = []
+        for peer, offer in newest:
             found = decode(offer.prefixes, Description)
-            found.format.check_fits(access.format())
+            found.format.check_fits(self.access.format())
             found.check()
-            self._taken.append((self.peers[connection], offer, found))
-        if len({found.forest.digest for *_, found in self._taken}) > 1:
+            offers.append((peer, offer, found))
+        if len({found.forest.digest for *_, found in offers}) > 1:
             raise TransferError("ranks of the source offer different prefixes; accepted: the same of all")
-        return found.forest
+        return offers
 
-    def fill(self, access: CacheAccess, placement: Placement, nccl: NcclFacts | None) -> None:
+    def _missing_rank(self) -> int | None:
+        """A rank of the source of which no offer is there; None where all have come."""
+        self._offers = {
+            rank: (peer, offer) for rank, (peer, offer) in self._offers.items() if peer.is_connected()
+        }
+        count = self._offers[0][1].ranks if 0 in self._offers else 1
+        return next((rank for rank in range(count) if rank not in self._offers), None)
+
+    def fill(self, offers: list[tuple[Peer, Offer, Description]], placement: Placement) -> None:
         """Ask the source for the blocks and states of a placement, and copy them into the pools."""
         blocks, slots = placement.new_blocks, placement.new_slots
-        parts = sources_for([found.shard for *_, found in self._taken], shard_of(access.spec))
+        parts = sources_for([found.shard for *_, found in offers], shard_of(self.access.spec))
         asked: list[tuple[Peer, PieceRequest]] = []
-        for index, (peer, offer, _) in enumerate(self._taken):
+        for index, (peer, offer, _) in enumerate(offers):
             with peer.named():
                 if index not in parts:
                     peer.send(PieceRequest())
                     continue
-                over_nccl = nccl is not None and nccl.fits(offer.nccl)
+                over_nccl = self.nccl is not None and self.nccl.fits(offer.nccl)
                 new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
                 asked.append((peer, PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
@@ -347,14 +329,14 @@ class Destination(Session[bytes]):
         self.num_bytes = 0
         for peer, request in asked:
             with peer.named():
-                sums = self.exchange(receive_pieces, access, peer, request, rows)
+                sums = self.exchange(receive_pieces, peer, request, rows)
                 self.staging.scrub()
-                if self.expect(peer, Checksums).values != sums:
+                if self.expect(peer, messages.Checksums).values != sums:
                     raise TransferError(
                         f"pieces from {peer.name} have other checksums than it says: they were altered on "
                         "their way"
                     )
-                peer.send(Received())
+                peer.send(messages.Received())
 
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""
@@ -368,11 +350,11 @@ class Destination(Session[bytes]):
                     is_connected = partial(self.listener.is_connected, connection)
                     self.peers[connection] = Peer(f"rank {message.rank} of the source", send, is_connected)
                 self.peers[connection].inbox.clear()
-                self._offers[message.rank] = connection, message
-            elif connection in self.peers:
-                if isinstance(message, Refusal):
-                    self._offers = {rank: own for rank, own in self._offers.items() if own[0] != connection}
-                self.peers[connection].take(message, payload)
+                self._offers[message.rank] = self.peers[connection], message
+            elif (peer := self.peers.get(connection)) is not None:
+                if isinstance(message, messages.Refusal):
+                    self._offers = {rank: own for rank, own in self._offers.items() if own[0] is not peer}
+                peer.take(message, payload)
 
     def pump(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)

@@ -1,5 +1,6 @@
 """The figures of several replicas on one page."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,9 +81,13 @@ def test_the_numbers_of_ingresses_are_added_once_each() -> None:
     assert numbers_of_all("a", {"requests": 4}, []) == {"requests": 4}
 
 
+async def _no_call(function: Callable[[Any], Any]) -> None:
+    raise AssertionError("a replica without a cache has no states to poll")
+
+
 def test_an_ingress_that_is_gone_has_no_requests_and_keeps_its_counts() -> None:
     now_s = 0.0
-    ingresses = Ingresses(None, clock=lambda: now_s)
+    ingresses = Ingresses(_no_call, None, clock=lambda: now_s)
     numbers = {"requests": 3, "requests_waiting": 1, "requests_running": 2}
     assert ingresses.answer(IngressQuestion("a", True, numbers)) is None
     assert ingresses.answer(IngressQuestion("b", True, {"requests": 1})) is None

@@ -125,7 +125,7 @@ def test_a_replica_says_all_that_it_holds_where_something_is_missing() -> None:
 
 
 def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
-    from mambaslots.fleet.replica_questions import Ingresses, IngressQuestion, StatePoller
+    from mambaslots.fleet.replica_questions import Ingresses, IngressQuestion
 
     engine, known_by = engine_of(), {"one": KnownReplicas(), "two": KnownReplicas()}
     for known in known_by.values():
@@ -133,7 +133,7 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
 
     async def main() -> None:
         async with ms.AsyncEngine(engine) as server:
-            ingresses = Ingresses(lambda: StatePoller(server, msd.StatePublisher(engine, "a")))
+            ingresses = Ingresses(server.call, lambda: msd.StatePublisher(engine, "a"))
 
             async def asked(ingress: str) -> Any:
                 known = known_by[ingress]
