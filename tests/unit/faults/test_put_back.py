@@ -185,8 +185,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "count = min(len(states), self.slots.num_available) if states else 0",
-                "count = len(states)",
+                "count = min(len(blocks), self.slots.num_available) if blocks else 0",
+                "count = len(blocks)",
             ),
         ),
     ),
@@ -227,8 +227,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "planned_states.py",
-                "if any(b.position == stop for b in boundaries):",
-                "if False:",
+                "self.end_blocks[row] = block_at.get(stop, -1)",
+                "self.end_blocks[row] = -1",
             ),
         ),
     ),
@@ -272,7 +272,7 @@ FAULTS = {
     ),
     "20b a foreign host's is passed over in silence": PutBack(
         "fault_20",
-        ((CONTEXTS + "mamba_slot_allocator.py", "if self._block_size % self._grid:", "if False:"),),
+        ((CONTEXTS + "mamba_slot_allocator.py", "if self._block_size % settings.grid:", "if False:"),),
     ),
     "21a a resumed state is copied first": PutBack(
         "fault_21_resuming",
