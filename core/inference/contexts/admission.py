@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.paths import PrefixMatch
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
-from .input_pages import NO_PAGES, InputPages, PageTable
+from .input_pages import PageTable
 from .pool_sizes import num_live_slots
 from .request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .states import RequestStates
@@ -33,7 +32,6 @@ class Admission:
         cache: PrefixCache,
         states: RequestStates,
         memory: DeviceMemory,
-        pages: InputPages = NO_PAGES,
     ) -> None:
         self._caches = config.enable_prefix_caching
         self._replays = config.decodes_by_replay
@@ -42,12 +40,11 @@ class Admission:
         self._cache = cache
         self._states = states
         self._scrubber = memory.scrubber
+        pages = memory.sizes.pages
         self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
-        self._has_pages = pages.tokens > 0
         self.max_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
-        self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
-        self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
+        self.block_table: npt.NDArray[np.integer[Any]] = np.full(shape, -1, np.int32)
         self._slots_per_row = num_live_slots(config) // config.max_requests
         self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
@@ -87,7 +84,7 @@ class Admission:
         self._scrubber.inputs.clean([row])
         self._free_rows.pop()
         path = self._cache.open(
-            request.chain, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
+            request.chain, request.plan, self.block_table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
         )  # fmt: skip
         request.allocation = Allocation(row, live, path, prefill_length=len(request.tokens))
@@ -116,7 +113,7 @@ class Admission:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where rows, requests and live slots contradict each other."""
-        num_rows = len(self._table)
+        num_rows = len(self.block_table)
         assert len(self._requests) + len(self._free_rows) == num_rows, "a row is lost"
         assert not self._requests.keys() & set(self._free_rows), "a row is both free and taken"
         live = [slot for allocation in self.allocations for slot in allocation.live_slots]
@@ -126,7 +123,7 @@ class Admission:
         for row in range(num_rows):
             request = self._requests.get(row)
             if request is None:
-                assert (self._table[row] == -1).all(), "a free row has blocks"
+                assert (self.block_table[row] == -1).all(), "a free row has blocks"
                 continue
             allocation = request.allocation
             assert allocation is not None, "a row is taken by a request that holds nothing"
@@ -190,8 +187,7 @@ class Admission:
         if resumes:  # first: to grow may evict states
             self._states.start_from(allocation, match.resume_slot, start)
         self._cache.grow(allocation.path, self._num_blocks(stop))
-        if self._has_pages:
-            self.page_table.grow(allocation, stop % self._chunk_size)
+        self.page_table.grow(allocation, stop % self._chunk_size)
         if resumes or not num_computed:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
@@ -207,13 +203,12 @@ class Admission:
         start, path, size = allocation.num_computed, allocation.path, self._block_size
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
         num_inputs = start % self._chunk_size + 1
-        num_pages = self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
+        num_pages = self.page_table.num_missing(allocation, num_inputs)
         if needs_block + num_pages:
             if not self._cache.kv_blocks.is_memory_available(needs_block + num_pages):
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
-            if num_pages:
-                self.page_table.grow(allocation, num_inputs)
+            self.page_table.grow(allocation, num_inputs)
         return ScheduledRequest.of(
             request, allocation, start, start + 1, decoding=True, is_ahead=is_ahead,
             boundaries=self._boundaries(allocation, start, start + 1),
@@ -224,8 +219,7 @@ class Admission:
         path = scheduled.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -scheduled.stop % self._chunk_size - 1)]
-            if self._has_pages:
-                tokens = self.page_table.grow_for_drafts(scheduled, tokens)
+            tokens = self.page_table.grow_for_drafts(scheduled, tokens)
         room = len(path.blocks) * self._block_size - scheduled.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -236,10 +230,6 @@ class Admission:
         stop = scheduled.stop + len(drafts)
         boundaries = self._boundaries(scheduled.allocation, scheduled.start, stop)
         return replace(scheduled, stop=stop, drafts=drafts, boundaries=boundaries)
-
-    def num_pages(self, num_tokens: int) -> int:
-        """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
-        return self.page_table.num_pages(num_tokens) if self._has_pages else 0
 
     # ---- blocks and boundaries of a scheduled request
 
@@ -263,7 +253,7 @@ class Admission:
         """Whether the blocks up to `stop` are available; where the request waits, of its whole prompt."""
         path = request.allocation.path if request.allocation is not None else None
         end = len(request.tokens) if path is None else stop
-        return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))
+        return self._cache.can_hold(self._num_blocks(end), match, path, self.page_table.num_pages(end))
 
     def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""

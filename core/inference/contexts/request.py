@@ -127,7 +127,6 @@ class GeneratedToken(NamedTuple):
 
 NO_ID = -1
 """In place of the id of a request that has none yet."""
-_NOTHING_COUNTED = TokenLedger()
 
 
 @dataclass(eq=False)
@@ -149,7 +148,7 @@ class DynamicInferenceRequest:
     prompt_log_probs: list[float] = field(default_factory=list)  # that `scored_positions` give
     ttft_s: float | None = None  # from the arrival to the first token
     allocation: Allocation | None = None  # None while the request waits
-    ledger: TokenLedger = _NOTHING_COUNTED
+    ledger: TokenLedger = field(default_factory=TokenLedger)
     num_counted: int = 0  # leading tokens in `ledger`, also before a restart
     match: PrefixMatch | None = None  # the last one; `Admission` writes it
     owned: bool = False  # a stream or a call of `generate` owns the result

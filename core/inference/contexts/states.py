@@ -68,12 +68,10 @@ class StatePool:
             for tensor, offset in zip(self.states, self._offsets, strict=True)
         }
         self.memory, self._views = memory, views
-        self.allocated = len(memory) == self.num_slots
 
     def deallocate(self) -> None:
         """Free the memory; tensors without slots remain."""
         self._put(self._zeros(0))
-        self.allocated = False
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _zeros(self, num_slots: int) -> Tensor:

@@ -109,8 +109,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "        self._batch = ()\n        self._uncommitted = []\n        self.admission.clear()\n",
-                "        self._uncommitted = []\n        self.admission.clear()\n",
+                "        self.batch = ()\n        self.uncommitted = []\n        self.admission.clear()\n",
+                "        self.uncommitted = []\n        self.admission.clear()\n",
             ),
         ),
     ),
