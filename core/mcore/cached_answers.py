@@ -53,15 +53,20 @@ class AnswerStates:
     boundary becomes known only later: until then the state waits `uncommitted`, in a reserved slot.
     """
 
-    def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
-        self._context, self._slots, self._plan = context, slots, plan
+    def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan, enabled: bool) -> None:
+        """`enabled`: whether answers are cached; if not, no state and no block of a decode is findable."""
+        self._context = context
+        self._slots = slots
+        self._plan = plan
+        self._enabled = enabled
         self.uncommitted: list[tuple[Crossing, int]] = []
 
     def reached(self) -> dict[int, Crossing]:
         """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
         context, slots = self._context, self._slots
         found: dict[int, Crossing] = {}
-        if not (tracks := record_of(context).tracks):
+        tracks = record_of(context).tracks
+        if not tracks or not self._enabled:
             return found
         states, size = slots.tree.slot_of_block, context.block_size_tokens
         for crossing in crossings(context):
@@ -141,8 +146,7 @@ def _append(context: Any, tokens: Tensor) -> None:
         track = tracks.get(request_id)
         if track is not None and request_id != unfinished:
             track.generated.append(token)
-    allocator = getattr(context, "mamba_slot_allocator", None)
-    if allocator is not None and allocator.answers is not None:
+    if (allocator := getattr(context, "mamba_slot_allocator", None)) is not None:
         allocator.answers.commit_known()
 
 
@@ -177,8 +181,7 @@ def release_memory_blocks_from_request_indexes(
 ) -> None:
     """Also release what was reserved for the leaving requests."""
     leaving = self.request_ids[request_indexes].tolist()
-    allocator = getattr(self, "mamba_slot_allocator", None)
-    if allocator is not None and allocator.answers is not None:
+    if (allocator := getattr(self, "mamba_slot_allocator", None)) is not None:
         allocator.answers.remove(leaving)
     original(self, request_indexes)
     record_of(self).remove(leaving)

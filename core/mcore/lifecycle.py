@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel_groups import ParallelGroups
 from ..validation import INT32_MAX
 from .host_record import record_of
 from .overrides import override
@@ -32,12 +33,9 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     state = _state_bytes(self)
     scratch = int(self.max_mamba_intermediate_states_per_step)
     affordable = int(mamba_gb * 2**30) // state - scratch if state else INT32_MAX
-    slots = own = max(0, min(INT32_MAX, affordable))
-    if host.get_pg_size(self.pipeline_parallel_group) > 1:
-        fewest = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
-        least = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(fewest, op=least, group=self.pipeline_parallel_group)
-        slots = int(fewest)
+    own = max(0, min(INT32_MAX, affordable))
+    stages = ParallelGroups(pipeline=self.pipeline_parallel_group)
+    slots = stages.least(own, torch.device(torch.cuda.current_device()))
     if slots < 1:
         elsewhere = (
             f", room for {own} durable slots on this pipeline stage, but another stage has room for fewer "

@@ -68,7 +68,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._intermediate_counts_cpu = self._planned.counts
         self._intermediate_block_ids_cpu = self._planned.inner_blocks
         self._eos_cache_block_id_cpu = self._planned.end_blocks
-        self.answers = AnswerStates(context, self.slots, self._plan) if self.settings.cache_answers else None
+        self.answers = AnswerStates(context, self.slots, self._plan, self.settings.cache_answers)
         self._record = record_of(context)
         if self._record.turnover is not None:
             self.slots.tree.state_turnover = self._record.turnover
@@ -90,15 +90,11 @@ class HostSlotAllocator(MambaSlotAllocator):
         context = self.context
         absent = getattr(context, "mamba_ssm_states", None) is None
         device = torch.device(torch.cuda.current_device()) if absent else device_of(context)
-        return HostSettings(self._policy(), self.settings.plan, _kernel_grid(context), device)
-
-    def _policy(self) -> PolicyChoice:
-        """What `install` was called with, else the host's; "ref_zero", about KV blocks, counts as "lru"."""
-        stated: Any = self.settings.eviction or getattr(self.context, "prefix_caching_eviction_policy", "lru")
-        policy: PolicyChoice = getattr(stated, "value", stated)
-        if isinstance(policy, str):
+        stated = getattr(context, "prefix_caching_eviction_policy", "lru")
+        policy: Any = self.settings.eviction or getattr(stated, "value", stated)
+        if isinstance(policy, str):  # "ref_zero" is about KV blocks
             policy = "lru" if policy.lower() == "ref_zero" else policy.lower()
-        return policy
+        return HostSettings(policy, self.settings.plan, _kernel_grid(context), device)
 
     def _shared_tokens(self, req: Any, num_known: int) -> int:
         """See the base; those that wait in the engine to which a request of this context was added."""
@@ -208,10 +204,9 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
 
     def _commit(self, written: WrittenStates) -> None:
-        reached = self.answers.reached() if self.answers is not None else {}
-        blocks = {*written.inner_blocks, *written.end_blocks}
+        blocks, reached = {*written.inner_blocks, *written.end_blocks}, self.answers.reached()
         crossed = [(block, crossing) for block, crossing in reached.items() if block not in blocks]
-        if self.answers is None or not crossed:
+        if not crossed:
             super()._commit(written)
             return
         tree = self.slots.tree
@@ -243,8 +238,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _clear_planned(self) -> None:
         super()._clear_planned()
-        if self.answers is not None:
-            self.answers.uncommitted.clear()
+        self.answers.uncommitted.clear()
 
     # ---- the pool while the host is suspended
 

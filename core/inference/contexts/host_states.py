@@ -43,11 +43,11 @@ class HostStates:
 
     @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
     def zeros(self, num_slots: int) -> ConvAndSsm:
-        conv, ssm = (
+        zeros = (
             torch.zeros(len(each), num_slots, *each.shape[2:], dtype=each.dtype, device=each.device)
             for each in self._empty
         )
-        return ConvAndSsm(conv, ssm)
+        return ConvAndSsm(*zeros)
 
     @property
     def _live(self) -> ConvAndSsm:

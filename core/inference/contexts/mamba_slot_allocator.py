@@ -94,15 +94,12 @@ class MambaSlotAllocator:
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
         self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
-        conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1, INT32_MAX))
-        ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1, INT32_MAX))
-        float_dtype("conv_states_dtype", conv_states_dtype)
-        float_dtype("ssm_states_dtype", ssm_states_dtype)
-        pool = (self.num_mamba_layers, self.max_slots)
-        addressable("conv_states_shape", conv_shape, (*pool, *conv_shape), conv_states_dtype)
-        addressable("ssm_states_shape", ssm_shape, (*pool, *ssm_shape), ssm_states_dtype)
         self._num_blocks = block_count(context)
         settings = self._host_settings()
+        empty = ConvAndSsm(
+            self._empty("conv", conv_states_shape, conv_states_dtype, settings.device),
+            self._empty("ssm", ssm_states_shape, ssm_states_dtype, settings.device),
+        )
         policy = checked_policy("context.prefix_caching_eviction_policy", settings.policy)
         self._plan = settings.plan
         self._block_size = size_of(context, "block_size_tokens", settings.grid, minimum=1)
@@ -118,12 +115,6 @@ class MambaSlotAllocator:
                 stacklevel=2,
             )
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
-        empty = ConvAndSsm(
-            torch.empty(
-                self.num_mamba_layers, 0, *conv_shape, dtype=conv_states_dtype, device=settings.device
-            ),
-            torch.empty(self.num_mamba_layers, 0, *ssm_shape, dtype=ssm_states_dtype, device=settings.device),
-        )
         self._states = HostStates(context, empty, self.max_slots, self.max_intermediate_count)
         self._planned = PlannedStates(
             size_of(context, "max_requests"), self.max_intermediate_count, settings.grid, self._block_size
@@ -133,6 +124,14 @@ class MambaSlotAllocator:
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
             kv.on_blocks_deregistered = self.on_kv_blocks_deregistered
+
+    def _empty(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[layers, 0, *shape], without a slot; ValueError where there can be no pool of such states."""
+        sizes = tuple(integers(f"{kind}_states_shape", shape, 1, INT32_MAX))
+        float_dtype(f"{kind}_states_dtype", dtype)
+        pool_shape = self.num_mamba_layers, self.max_slots, *sizes
+        addressable(f"{kind}_states_shape", sizes, pool_shape, dtype)
+        return torch.empty(self.num_mamba_layers, 0, *sizes, dtype=dtype, device=device)
 
     def _host_settings(self) -> HostSettings:
         return HostSettings.of(self.context)
