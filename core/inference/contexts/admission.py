@@ -45,7 +45,7 @@ class Admission:
         self.max_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
         self.block_table: npt.NDArray[np.integer[Any]] = np.full(shape, -1, np.int32)
-        self._slots_per_row = num_live_slots(config) // config.max_requests
+        self.slots_per_row = num_live_slots(config) // config.max_requests
         self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
@@ -69,7 +69,12 @@ class Admission:
 
     def _own_slots(self, row: int) -> range:
         """The live slots of a row, in a pool of their own."""
-        return range(row * self._slots_per_row, (row + 1) * self._slots_per_row)
+        return range(row * self.slots_per_row, (row + 1) * self.slots_per_row)
+
+    @property
+    def num_available_slots(self) -> int:
+        """The live slots that one more request could get; a row has its own where they have a pool."""
+        return self._cache.slots.num_available if self._one_pool else self.slots_per_row
 
     def admit(
         self, request: DynamicInferenceRequest, resume_slot: int = -1, evict_last: Iterable[int] = ()
@@ -77,7 +82,7 @@ class Admission:
         """Give a waiting request a row, an open path, and live slots as `StateSlots.allocate_live` does."""
         row = self._free_rows[-1]
         if self._one_pool:
-            live = tuple(self._cache.slots.allocate_live(self._slots_per_row, resume_slot, evict_last))
+            live = tuple(self._cache.slots.allocate_live(self.slots_per_row, resume_slot, evict_last))
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
@@ -128,7 +133,7 @@ class Admission:
             allocation = request.allocation
             assert allocation is not None, "a row is taken by a request that holds nothing"
             assert allocation.row == row, "a request has another row"
-            assert len(allocation.live_slots) == self._slots_per_row, "a row has too few live slots"
+            assert len(allocation.live_slots) == self.slots_per_row, "a row has too few live slots"
             self.page_table.check_integrity(allocation)
             if not self._one_pool:
                 assert list(allocation.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
@@ -146,7 +151,7 @@ class Admission:
 
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
         """The slots that waiting requests resume from; none where rows for all of them evict no state."""
-        num_slots = len(requests) * self._slots_per_row
+        num_slots = len(requests) * self.slots_per_row
         if not self._one_pool or len(self._cache.slots.free_slots) >= num_slots:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
@@ -257,14 +262,11 @@ class Admission:
 
     def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""
-        if not self._one_pool:
-            return True
-        slots, needed = self._cache.slots, self._slots_per_row
         for allocation in self.allocations:
-            if slots.num_available >= needed:
+            if self.num_available_slots >= self.slots_per_row:
                 return True
             self._states.move_to_live(allocation)
-        return slots.num_available >= needed
+        return self.num_available_slots >= self.slots_per_row
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
