@@ -96,8 +96,7 @@ def compute_prefix_match(
 ) -> tuple[list[int], int, int, int, int, int]:
     """Skip only to a boundary that has a state, by one rule for first and continuation chunks."""
     if not caches_states(self):
-        named = {"record_mamba_match": True} if record_mamba_match else {}
-        return original(self, req, prefill_chunk_length, **named)  # type: ignore[no-any-return]
+        return original(self, req, prefill_chunk_length, record_mamba_match)  # type: ignore[no-any-return]
     match = (record_mamba_match and record_of(self).match) or match_chunk(self, req, prefill_chunk_length)
     if record_mamba_match:
         req._mamba_num_matched_blocks = match.resumable_blocks

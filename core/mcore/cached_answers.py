@@ -165,13 +165,10 @@ def update_requests(
 
 @override(DYNAMIC_CONTEXT, "commit_sampled_tokens", faults=(18,))
 def commit_sampled_tokens(
-    original: Callable[..., None],
-    self: Any,
-    sampled_tokens_cpu: Tensor,
-    sampled_mtp_tokens_cpu: Tensor | None = None,
+    original: Callable[..., None], self: Any, sampled_tokens_cpu: Tensor, *drafts: Any, **named: Any
 ) -> None:
     """Also note what each request has sampled; with async scheduling the next step runs already."""
-    original(self, sampled_tokens_cpu, sampled_mtp_tokens_cpu)
+    original(self, sampled_tokens_cpu, *drafts, **named)
     _append(self, sampled_tokens_cpu)
 
 
