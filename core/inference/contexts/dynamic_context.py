@@ -16,11 +16,13 @@ from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
 from .pool_sizes import PoolSizes, with_total_gb
-from .request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
+from .request import Batch, DynamicInferenceRequest, ScheduledRequest
 from .states import EncodedStates, ReplayedStates, RequestStates
-from .step_builder import Padding, StepBuffer, StepBuilder
+from .step_buffer import StepBuffer
+from .step_builder import Padding, StepBuilder
 from .step_inputs import StepInputs, StepObserver
 from .tier_copies import tier_of
+from .token_ledger import TokenLedger
 
 logger = logging.getLogger(__name__)
 
