@@ -201,7 +201,8 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def note_counts(self) -> None:
         """Let the context's record have the counts of now; it outlives the context."""
-        self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
+        self._record.slots = self.slots.counts
+        self._record.dropped = self.num_dropped
 
     def _commit(self, written: WrittenStates) -> None:
         blocks, reached = {*written.inner_blocks, *written.end_blocks}, self.answers.reached()

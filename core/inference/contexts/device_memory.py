@@ -192,7 +192,8 @@ class DeviceMemory:
         self.durable_pool.deallocate()
         self.input_pool = {name: tensor.new_empty(0) for name, tensor in self.input_pool.items()}
         self.kv_cache = self.kv_cache.new_empty(0)
-        self._units = self._blocks = None
+        self._units = None
+        self._blocks = None
 
     def zero_unit(self, unit: int) -> None:
         """Fill a unit of a memory that states and KV share with zeros, in stream order."""
@@ -205,7 +206,8 @@ class DeviceMemory:
         num_kv_blocks, sizes = self.sizes.num_kv_blocks, self._unit_sizes
         state, kv = sizes.slot / MEBIBYTE, num_kv_blocks * sizes.block / MEBIBYTE
         blocks = f"blocks of {self._block_size} tokens"
-        inputs = total = input_bytes(self.row_inputs) / MEBIBYTE
+        inputs = input_bytes(self.row_inputs) / MEBIBYTE
+        total = inputs
         parts = [f"live states {pool.num_live} x {state:.3g} MiB"]
         if durable is not pool:
             total += durable.num_durable * durable.slot_bytes / MEBIBYTE

@@ -72,7 +72,9 @@ class PageTable:
     def __init__(
         self, pages: InputPages, num_rows: int, chunk_size: int, kv_blocks: KVBlockAllocator
     ) -> None:
-        self._pages, self._chunk_size, self._kv_blocks = pages, chunk_size, kv_blocks
+        self._pages = pages
+        self._chunk_size = chunk_size
+        self._kv_blocks = kv_blocks
         rows = np.arange(num_rows, dtype=np.int32)[:, None]
         self.array = np.zeros((num_rows, pages.per_chunk), np.int32) if pages.tokens else rows
 

@@ -26,7 +26,8 @@ class PlannedStates:
     def __init__(self, num_rows: int, num_scratch: int, grid: int, block_size_tokens: int) -> None:
         """Kernels write states inside a prefill at multiples of `grid` tokens, to scratch."""
         self._num_scratch = num_scratch
-        self._grid, self._block_size = grid, block_size_tokens
+        self._grid = grid
+        self._block_size = block_size_tokens
         self.counts = torch.zeros(num_rows, dtype=torch.int32, device="cpu")
         self.offsets = self.counts.new_zeros(num_rows, _MAX_OFFSETS)
         self.inner_blocks = torch.full_like(self.offsets, -1)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, serial number, checksum, model
 _MAGIC = b"MSSTATE1"
 _PREFIX, _LOCK = "mambaslots-", "lock"
-_PAGE_OF_ZEROS = 1 << 20
+_ZEROS_AT_ONCE = 1 << 20
 
 Remove = Callable[[Path], None]
 
@@ -99,8 +99,11 @@ class _Writer:
 
     def __init__(self, directory: Path, lock: IO[str], remove: Remove) -> None:
         self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._directory, self._lock, self._remove = directory, lock, remove
-        self._closed = self._has_failed = False
+        self._directory = directory
+        self._lock = lock
+        self._remove = remove
+        self._closed = False
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="mambaslots-files", daemon=True)
         self._thread.start()
 
@@ -166,7 +169,7 @@ def _overwrite_and_unlink(name: Path) -> None:
             owned = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
             left = found.st_size if owned else 0
             while left > 0:
-                left -= opened.write(bytes(min(left, _PAGE_OF_ZEROS)))
+                left -= opened.write(bytes(min(left, _ZEROS_AT_ONCE)))
             os.fsync(opened.fileno())
     finally:
         name.unlink(missing_ok=True)

@@ -41,7 +41,9 @@ class HostCopies(StateCopies):
         scrubs: bool = False,
     ) -> None:
         """`row_of`: durable slot -> its bytes now; `scrubs`: zero staging places. MemoryError: cannot pin."""
-        self._device, self._row_of, self._files = device, row_of, files
+        self._device = device
+        self._row_of = row_of
+        self._files = files
         self._state_bytes = state_bytes
         self._scrubs = scrubs
         self._stream = _new_stream(device)
