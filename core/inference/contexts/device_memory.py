@@ -39,7 +39,7 @@ class Scrubber(MemoryCleaner):
 
             return DirtyEntries(zero_in_owner if scrubs else None)
 
-        self.host_rows = DirtyEntries()
+        self.host_slots = DirtyEntries()
         self.blocks = entries(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
         self.slots = entries(_zero_slots)
         self.live = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
@@ -54,7 +54,7 @@ class Scrubber(MemoryCleaner):
                 dirty.scrub()
             else:
                 dirty.clear()
-        self.host_rows.scrub()
+        self.host_slots.scrub()
 
     def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
         memory = self._memory()

@@ -62,7 +62,7 @@ class DynamicInferenceContext:
             tier=tier_of(config, spec, memory.durable_pool), division=sizes.division, cleaner=scrubber,
         )  # fmt: skip
         if self.prefix_cache.tier is not None:
-            scrubber.host_rows = self.prefix_cache.tier.host.dirty
+            scrubber.host_slots = self.prefix_cache.tier.host.dirty
         self._states = self._request_states()
         self._empty_rows()
         largest = largest_shape(
@@ -280,7 +280,7 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tier is not None:
-            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `deallocate` frees
+            self.memory.scrubber.host_slots.scrub()  # it needs the device memory that `deallocate` frees
             self.prefix_cache.tier.copies.deallocate_staging()
         self.memory.deallocate()
 
