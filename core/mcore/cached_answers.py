@@ -1,6 +1,6 @@
 """Corrections: states and KV blocks of decode steps are cached, so that the next turn reuses an answer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
 from ..inference.contexts.cache.paths import remove_rolling
 from ..inference.contexts.cache.state_slots import StateSlots
-from .admission import adopt_twin, caches_states
+from .admission import adopt_twin
 from .host_record import RequestTrack, record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT
@@ -103,7 +103,8 @@ class AnswerStates:
         """Make the states findable whose last token has become known."""
         waiting, self.uncommitted = self.uncommitted, []
         tracks = record_of(self._context).tracks
-        rows = rows_of(self._context, [crossing.request_id for crossing, _ in waiting]) if waiting else {}
+        ids = self._context.request_ids[: self._context.total_request_count].tolist() if waiting else []
+        rows = {request_id: row for row, request_id in enumerate(ids)}
         for crossing, slot in waiting:
             track, row = tracks.get(crossing.request_id), rows.get(crossing.request_id)
             if track is None or row is None:
@@ -134,9 +135,7 @@ class AnswerStates:
 
 def _append(context: Any, tokens: Tensor) -> None:
     """Note that the requests that run have sampled `tokens`, one each."""
-    if not caches_states(context):
-        return
-    tracks = record_of(context).tracks
+    tracks = record_of(context).tracks  # empty where no states are cached
     if not tracks or not len(tokens):
         return
     first_row = context.paused_request_count
@@ -182,10 +181,3 @@ def release_memory_blocks_from_request_indexes(
         allocator.answers.remove(leaving)
     original(self, request_indexes)
     record_of(self).remove(leaving)
-
-
-def rows_of(context: Any, request_ids: Iterable[int]) -> dict[int, int]:
-    """Request id -> row, for those of `request_ids` that are in the context."""
-    requested = set(request_ids)
-    ids = context.request_ids[: context.total_request_count].tolist()
-    return {request_id: row for row, request_id in enumerate(ids) if request_id in requested}

@@ -196,9 +196,10 @@ class Admission:
         if resumes or not num_computed:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
-        return ScheduledRequest.of(
-            request, allocation, start, stop, num_resumed=start - num_computed, spans=allocation.spans,
-            boundaries=self._boundaries(allocation, start, stop), admits=admits,
+        return ScheduledRequest(
+            allocation.path, request.tokens, start, stop, request=request, allocation=allocation,
+            boundaries=self._boundaries(allocation, start, stop), num_resumed=start - num_computed,
+            spans=allocation.spans, admits=admits,
         )  # fmt: skip
 
     def _schedule_decode(
@@ -214,9 +215,9 @@ class Admission:
                 return None
             self._cache.grow(path, len(path.blocks) + needs_block)
             self.page_table.grow(allocation, num_inputs)
-        return ScheduledRequest.of(
-            request, allocation, start, start + 1, decoding=True, is_ahead=is_ahead,
-            boundaries=self._boundaries(allocation, start, start + 1),
+        return ScheduledRequest(
+            path, request.tokens, start, start + 1, request=request, allocation=allocation, decoding=True,
+            boundaries=self._boundaries(allocation, start, start + 1), is_ahead=is_ahead,
         )  # fmt: skip
 
     def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.checkpoint_plan import CheckpointPlan
@@ -250,7 +250,7 @@ class DynamicInferenceRequest:
 
 @dataclass(frozen=True)
 class ScheduledRequest(PathStep):
-    """A request whose tokens [start, stop) the next step computes; `of` makes one."""
+    """A request whose tokens [start, stop) the next step computes, along the path that the request holds."""
 
     request: DynamicInferenceRequest = field(kw_only=True)
     allocation: Allocation = field(kw_only=True)
@@ -258,15 +258,6 @@ class ScheduledRequest(PathStep):
     spans: tuple[Span, ...] = ()
     is_ahead: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
     admits: bool = False  # the first one since the request waited
-
-    @classmethod
-    def of(
-        cls, request: DynamicInferenceRequest, allocation: Allocation, start: int, stop: int, **settings: Any
-    ) -> Self:
-        """Schedule tokens of `request` along the path that it holds."""
-        return cls(
-            allocation.path, request.tokens, start, stop, request=request, allocation=allocation, **settings
-        )
 
     @property
     def length(self) -> int:
