@@ -120,7 +120,7 @@ FAULTS = {
             (
                 CONTEXTS + "admission.py",
                 "            live = tuple("
-                "self._cache.slots.allocate_live(self._slots_per_row, resume_slot, evict_last))\n",
+                "self._cache.slots.allocate_live(self.slots_per_row, resume_slot, evict_last))\n",
                 "            self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
                 "            self._stack[0] = self._cache.slots.allocate_live(1)[0]\n"
                 "            live = tuple(self._stack)\n",
