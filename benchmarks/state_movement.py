@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.reference import state_copy as reference
 from mambaslots.inference.kernels.state_copy import copy_states

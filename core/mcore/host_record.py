@@ -11,7 +11,7 @@ from torch import Tensor
 from ..inference.contexts.cache.hashing import GhostList
 from ..inference.contexts.cache.paths import Span
 from ..inference.contexts.cache.pool_stats import ComputeReason, SlotCounts, StateRemovalCause, Turnover
-from ..inference.contexts.token_ledger import TokenLedger
+from ..inference.contexts.request import TokenLedger
 from .versions import INFERENCE_REQUEST
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
-from mambaslots.inference.contexts.step_buffer import StepBuffer
+from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.engines.cuda_graphs import GraphRunner
 from mambaslots.inference.engines.dynamic_engine import DynamicInferenceEngine

@@ -41,6 +41,7 @@ class Admission:
         self._states = states
         self._scrubber = memory.scrubber
         pages = memory.sizes.pages
+        self._has_pages = pages.tokens > 0
         self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
         self.max_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
@@ -192,7 +193,8 @@ class Admission:
         if resumes:  # first: to grow may evict states
             self._states.start_from(allocation, match.resume_slot, start)
         self._cache.grow(allocation.path, self._num_blocks(stop))
-        self.page_table.grow(allocation, stop % self._chunk_size)
+        if self._has_pages:
+            self.page_table.grow(allocation, stop % self._chunk_size)
         if resumes or not num_computed:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
@@ -209,7 +211,7 @@ class Admission:
         start, path, size = allocation.num_computed, allocation.path, self._block_size
         is_ahead, needs_block = start == len(request.tokens), start == len(path.blocks) * size
         num_inputs = start % self._chunk_size + 1
-        num_pages = self.page_table.num_missing(allocation, num_inputs)
+        num_pages = self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
         if needs_block + num_pages:
             if not self._cache.kv_blocks.is_memory_available(needs_block + num_pages):
                 return None
@@ -237,6 +239,10 @@ class Admission:
         boundaries = self._boundaries(scheduled.allocation, scheduled.start, stop)
         return replace(scheduled, stop=stop, drafts=drafts, boundaries=boundaries)
 
+    def num_pages(self, num_tokens: int) -> int:
+        """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
+        return self.page_table.num_pages(num_tokens) if self._has_pages else 0
+
     # ---- blocks and boundaries of a scheduled request
 
     def trim(self, allocation: Allocation) -> None:
@@ -259,7 +265,7 @@ class Admission:
         """Whether the blocks up to `stop` are available; where the request waits, of its whole prompt."""
         path = request.allocation.path if request.allocation is not None else None
         end = len(request.tokens) if path is None else stop
-        return self._cache.can_hold(self._num_blocks(end), match, path, self.page_table.num_pages(end))
+        return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))
 
     def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""

@@ -16,13 +16,11 @@ from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .padding import largest_shape
 from .pool_sizes import PoolSizes, with_total_gb
-from .request import Batch, DynamicInferenceRequest, ScheduledRequest
+from .request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
 from .states import EncodedStates, ReplayedStates, RequestStates
-from .step_buffer import StepBuffer
-from .step_builder import Padding, StepBuilder
+from .step_builder import Padding, StepBuffer, StepBuilder
 from .step_inputs import StepInputs, StepObserver
 from .tier_copies import tier_of
-from .token_ledger import TokenLedger
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +140,8 @@ class DynamicInferenceContext:
         The inputs are valid until the next step. `padding` maps their shape to one at least as large.
         `sampled_tokens`: of decodes that are ahead, which come first: the tokens, [decodes] on the device.
         """
-        self.memory.scrubber.scrub()
+        if self.config.free_memory == "zero":
+            self.memory.scrubber.scrub()
         self._reserve(batch)
         inputs = self._builder.build(
             self.batch, self.admission.block_table, self.admission.page_table.array,

@@ -16,7 +16,7 @@ from ..kernels.row_checksum import RowChecksum
 from .cache.tier import HostTier, StateCopies
 from .pool_sizes import GIGABYTE
 from .state_files import StateFiles
-from .state_pool import StatePool
+from .states import StatePool
 
 NUM_STAGED = 2
 """Staging places on the device, so that no step waits for the bus."""

@@ -200,7 +200,7 @@ class Scheduler:
 
     def _num_blocks(self, request: DynamicInferenceRequest) -> int:
         num_tokens = len(request.tokens)
-        num_pages = self._context.admission.page_table.num_pages(num_tokens)
+        num_pages = self._context.admission.num_pages(num_tokens)
         return -(-num_tokens // self._config.block_size_tokens) + num_pages
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:

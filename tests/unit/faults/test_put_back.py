@@ -299,7 +299,7 @@ FAULTS = {
         "fault_22",
         (
             (
-                CONTEXTS + "step_buffer.py",
+                CONTEXTS + "step_builder.py",
                 "        return self._tensors[self._turn % len(self._tensors)](shape)\n",
                 "        tensors = self._tensors[self._turn % len(self._tensors)](shape)\n"
                 '        int(tensors["kv_lengths"][0])\n        return tensors\n',

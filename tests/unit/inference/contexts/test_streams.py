@@ -15,7 +15,7 @@ from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts import tier_copies as host_copies
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.tier import HostTier
-from mambaslots.inference.contexts.step_buffer import StepBuffer
+from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.cuda_graphs import GraphRunner
@@ -305,7 +305,7 @@ def graphs(simulator: Simulator, random: Random) -> None:
 
 SCENARIOS: dict[str, tuple[Scenario, ...]] = {
     "inference/contexts/tier_copies.py": (tier, scrubbed_tier),
-    "inference/contexts/step_buffer.py": (step_buffer,),
+    "inference/contexts/step_builder.py": (step_buffer,),
     "inference/engines/step_runner.py": (sampled,),
     "net/transfer/pieces.py": (hand_over,),
     "net/transfer/pipe.py": (hand_over,),

@@ -4,8 +4,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.chunk_grid import chunk_grid
-from mambaslots.inference.contexts.step_inputs import StepShape
+from mambaslots.inference.contexts.step_inputs import StepShape, chunk_grid
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets
 from oracle.recorded_graphs import graphed_engine, recording

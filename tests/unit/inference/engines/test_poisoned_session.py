@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts import step_builder
-from mambaslots.inference.contexts.step_buffer import StepBuffer
+from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.models import hybrid_lm
 from oracle.memory_poison import INVALID, is_poisoned

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts import device_memory, state_pool
+from mambaslots.inference.contexts import device_memory, states
 from mambaslots.inference.contexts.device_memory import DeviceMemory, StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
@@ -47,10 +47,10 @@ def allocations_fail(number: int) -> Iterator[list["weakref.ref[torch.Tensor]"]]
 
         return allocate
 
-    zeroed = counted(state_pool.zeroed)
+    zeroed = counted(states.zeroed)
     with (
         patch.object(torch, "zeros", counted(torch.zeros)),
-        patch.object(state_pool, "zeroed", zeroed),
+        patch.object(states, "zeroed", zeroed),
         patch.object(device_memory, "zeroed", zeroed),
     ):
         yield made

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request import ScheduledRequest
-from mambaslots.inference.contexts.state_pool import StatePool
+from mambaslots.inference.contexts.states import StatePool
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.step_runner import accepted_tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.state_pool import StatePool, coded_tensors
+from mambaslots.inference.contexts.states import StatePool, coded_tensors
 from mambaslots.inference.kernels import state_codec
 from mambaslots.inference.kernels.operands import SMALLEST, CodedTensor
 from mambaslots.inference.kernels.reference import state_copy as reference

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import GhostList
 from mambaslots.inference.contexts.cache.paths import Span, compute_spans
 from mambaslots.inference.contexts.cache.pool_stats import COMPUTE_REASONS
-from mambaslots.inference.contexts.token_ledger import TokenLedger
+from mambaslots.inference.contexts.request import TokenLedger
 
 
 @st.composite
