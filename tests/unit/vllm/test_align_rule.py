@@ -107,7 +107,7 @@ class TestSlots:
         copied = state.forward_indices(rows, step, whole(1, 1, 2), copy_free=False)
         assert copied.ssm_sources.tolist() == [NO_SLOT, 3, NO_SLOT]
         copies = state.copies(rows, step)
-        assert (copies.memory.tolist(), copies.ssm_sources.tolist(), copies.destinations.tolist()) == (
+        assert (copies.rows.tolist(), copies.ssm_sources.tolist(), copies.destinations.tolist()) == (
             [0],
             [9],
             [3],
