@@ -152,9 +152,9 @@ def copies(device: torch.device) -> dict[str, dict[str, float]]:
         tier.store(slot, slot, slot + 1)
     timer.wait()
     work: dict[str, Callable[[int], object]] = {
-        "bus out": lambda n: tier.rows[n % NUM_SLOTS].copy_(memory[n % NUM_SLOTS], non_blocking=True),
+        "bus out": lambda n: tier.memory[n % NUM_SLOTS].copy_(memory[n % NUM_SLOTS], non_blocking=True),
         "store": lambda n: tier.store(n % NUM_SLOTS, n % NUM_SLOTS, n % NUM_SLOTS + 1),
-        "bus in": lambda n: memory[n % NUM_SLOTS].copy_(tier.rows[n % NUM_SLOTS], non_blocking=True),
+        "bus in": lambda n: memory[n % NUM_SLOTS].copy_(tier.memory[n % NUM_SLOTS], non_blocking=True),
         "fetch": lambda n: tier.fetch(n % NUM_SLOTS, n % NUM_SLOTS, n % NUM_SLOTS + 1),
     }
     print(f"copies: a state of {state_bytes / (1 << 20):.0f} MiB")

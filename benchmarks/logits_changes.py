@@ -98,7 +98,9 @@ def _decode(request: Any) -> "ScheduledRequest":
 
     nothing: Any = SimpleNamespace(path=None)
     length = len(request.tokens)
-    return ScheduledRequest.of(request, nothing, length - 1, length, decoding=True, drafts=())
+    return ScheduledRequest(
+        nothing.path, request.tokens, length - 1, length, decoding=True, request=request, allocation=nothing
+    )
 
 
 def _next(scheduled: "ScheduledRequest") -> "ScheduledRequest":

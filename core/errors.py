@@ -41,6 +41,15 @@ class KVBlockCapacityError(_CapacityError):
         return message if self.request_id is None else f"{message} for request {self.request_id}"
 
 
+class LiveSlotCapacityError(KVBlockCapacityError):
+    """Fewer live slots can be freed than a request needs: the others are reserved or pinned.
+
+    The class is one of `KVBlockCapacityError`, so that callers handle a request without memory in one way.
+    """
+
+    what = "live slots"
+
+
 class QueueFullError(RuntimeError):
     """An `AsyncEngine` accepts no further request now, because `limit` requests wait. Retry later.
 

@@ -1,6 +1,5 @@
 """Corrections: how the host admits a prefill chunk (match, capacity, sharing, restore, the KV index)."""
 
-import functools
 import importlib
 from collections.abc import Callable
 from itertools import islice
@@ -13,7 +12,7 @@ from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..inference.contexts.cache.prefix_match import Span
 from .host_record import HostRecord, check_lengths, record_of
 from .overrides import is_on_stock, override
-from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, MHA_METADATA, num_free_blocks
+from .versions import DYNAMIC_CONTEXT, DYNAMIC_ENGINE, KV_ALLOCATOR, MHA_METADATA, num_free_blocks
 
 
 class HostMatch(NamedTuple):
@@ -96,8 +95,7 @@ def compute_prefix_match(
 ) -> tuple[list[int], int, int, int, int, int]:
     """Skip only to a boundary that has a state, by one rule for first and continuation chunks."""
     if not caches_states(self):
-        named = {"record_mamba_match": True} if record_mamba_match else {}
-        return original(self, req, prefill_chunk_length, **named)  # type: ignore[no-any-return]
+        return original(self, req, prefill_chunk_length, record_mamba_match)  # type: ignore[no-any-return]
     match = (record_mamba_match and record_of(self).match) or match_chunk(self, req, prefill_chunk_length)
     if record_mamba_match:
         req._mamba_num_matched_blocks = match.resumable_blocks
@@ -277,43 +275,41 @@ def register_kv_block_hashes(
     original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], parents)
 
 
-def scheduling(schedule: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The host's method that schedules chunks; it then also schedules prompts behind one that waits.
+@override(DYNAMIC_ENGINE, "schedule_chunked_prefill", any_source=True)
+def schedule_chunked_prefill(original: Callable[[Any], None], self: Any) -> None:
+    """Also schedule prompts behind one that waits.
 
     A prompt waits a step if another one of the step computes blocks of its prefix. Stock schedules nothing
     behind the first such prompt. Here those behind it are scheduled that fit in the step whole.
     """
-
-    @functools.wraps(schedule)
-    def schedule_chunked_prefill(engine: Any) -> None:
-        context, waiting = engine.context, engine.waiting_request_ids
-        record, num_waits = record_of(context), engine._prefix_coordination_waits
-        record.new_keys.clear()
-        schedule(engine)
-        ours = caches_states(context) and not is_on_stock(context)
-        while ours and engine._prefix_coordination_waits > num_waits:
-            num_waits, queue = engine._prefix_coordination_waits, list(waiting)
-            fitting = _fitting_behind(engine, record.new_keys)
-            record.set_aside = [number for number in queue if number not in fitting]
+    context, waiting = self.context, self.waiting_request_ids
+    record, num_waits = record_of(context), self._prefix_coordination_waits
+    record.new_keys.clear()
+    original(self)
+    ours = caches_states(context) and not is_on_stock(context)
+    while ours and self._prefix_coordination_waits > num_waits:
+        num_waits, queue = self._prefix_coordination_waits, list(waiting)
+        fitting = _fitting_behind(self, record.new_keys)
+        record.set_aside = [number for number in queue if number not in fitting]
+        waiting.clear()
+        waiting.extend(fitting)
+        try:
+            original(self)
+        finally:
+            record.set_aside = []
+            scheduled, first = set(fitting).difference(waiting), context.chunked_prefill_request_id
             waiting.clear()
-            waiting.extend(fitting)
-            try:
-                schedule(engine)
-            finally:
-                record.set_aside = []
-                scheduled, first = set(fitting).difference(waiting), context.chunked_prefill_request_id
-                waiting.clear()
-                waiting.extend(number for number in queue if number not in scheduled)
-                if first in waiting:  # the host continues it before others
-                    waiting.remove(first)
-                    waiting.appendleft(first)
-
-    return schedule_chunked_prefill
+            waiting.extend(number for number in queue if number not in scheduled)
+            if first in waiting:  # the host continues it before others
+                waiting.remove(first)
+                waiting.appendleft(first)
 
 
 def _fitting_behind(engine: Any, keys: set[int]) -> list[int]:
     """Waiting requests without blocks of `keys`, which fit in the step whole and beside those that wait."""
-    context, found, blocks = engine.context, [], 0
+    context = engine.context
+    found: list[int] = []
+    blocks = 0
     room = context.max_tokens - context.active_token_count
     rows = context.max_requests - context.total_request_count
     for number in islice(engine.waiting_request_ids, min(rows, MAX_COMPARED)):

@@ -1,13 +1,14 @@
 """The contexts that were built under the drop-in: their counts, and why one caches nothing."""
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from .host_record import HostStats, record_of
+from .overrides import override
 from .slot_allocator import HostSlotAllocator
+from .versions import DYNAMIC_CONTEXT, DYNAMIC_ENGINE
 
 _logger = logging.getLogger(__package__)
 SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
@@ -30,7 +31,8 @@ class BuiltContext:
     """One context, which may be gone; `idle_reason` says why it caches no state, "" where it does."""
 
     def __init__(self, context: Any, number: int) -> None:
-        self.number, self.idle_reason = number, idle_reason(context)
+        self.number = number
+        self.idle_reason = idle_reason(context)
         self._context = weakref.ref(context)
         self._record = record_of(context)
 
@@ -66,30 +68,22 @@ def idle_reason(context: Any) -> str:
     return ""
 
 
-def recording_build(initialize_all_tensors: Callable[..., None]) -> Callable[..., None]:
-    """The host's method that ends the building of a context; a warning says why nothing is cached."""
-
-    @functools.wraps(initialize_all_tensors)
-    def initialize(context: Any, *args: Any, **kwargs: Any) -> None:
-        initialize_all_tensors(context, *args, **kwargs)
-        if all(each.context is not context for each in built_contexts):
-            built = BuiltContext(context, len(built_contexts) + 1)
-            built_contexts.append(built)
-            if built.idle_reason:
-                _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
-
-    return initialize
+@override(DYNAMIC_CONTEXT, "initialize_all_tensors", any_source=True)
+def initialize_all_tensors(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Note that the context is built; a warning says why it caches nothing."""
+    original(self, *args, **kwargs)
+    if all(each.context is not self for each in built_contexts):
+        built = BuiltContext(self, len(built_contexts) + 1)
+        built_contexts.append(built)
+        if built.idle_reason:
+            _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
 
 
-def recording_queue(add_request: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's method that queues a request; the context then knows whose queue it is."""
-
-    @functools.wraps(add_request)
-    def add(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        record_of(engine.context).engine = weakref.ref(engine)
-        return add_request(engine, *args, **kwargs)
-
-    return add
+@override(DYNAMIC_ENGINE, "_add_request", any_source=True)
+def add_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the context know whose queue it serves; else no state is stored where waiting prompts part."""
+    record_of(self.context).engine = weakref.ref(self)
+    return original(self, *args, **kwargs)
 
 
 def refuse_to_serve() -> None:

@@ -1,6 +1,6 @@
 """Corrections: states and KV blocks of decode steps are cached, so that the next turn reuses an answer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
 from ..inference.contexts.cache.state_slots import StateSlots
-from .admission import adopt_twin, caches_states
+from .admission import adopt_twin
 from .host_record import RequestTrack, record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT
@@ -52,15 +52,20 @@ class AnswerStates:
     boundary becomes known only later: until then the state waits `uncommitted`, in a reserved slot.
     """
 
-    def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan) -> None:
-        self._context, self._slots, self._plan = context, slots, plan
+    def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan, enabled: bool) -> None:
+        """`enabled`: whether answers are cached; if not, no state and no block of a decode is findable."""
+        self._context = context
+        self._slots = slots
+        self._plan = plan
+        self._enabled = enabled
         self.uncommitted: list[tuple[Crossing, int]] = []
 
     def reached(self) -> dict[int, Crossing]:
         """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
         context, slots = self._context, self._slots
         found: dict[int, Crossing] = {}
-        if not (tracks := record_of(context).tracks):
+        tracks = record_of(context).tracks
+        if not tracks or not self._enabled:
             return found
         states, size = slots.states.slot_of_block, context.block_size_tokens
         for crossing in crossings(context):
@@ -97,7 +102,8 @@ class AnswerStates:
         """Make the states findable whose last token has become known."""
         waiting, self.uncommitted = self.uncommitted, []
         tracks = record_of(self._context).tracks
-        rows = rows_of(self._context, [crossing.request_id for crossing, _ in waiting]) if waiting else {}
+        ids = self._context.request_ids[: self._context.total_request_count].tolist() if waiting else []
+        rows = {request_id: row for row, request_id in enumerate(ids)}
         for crossing, slot in waiting:
             track, row = tracks.get(crossing.request_id), rows.get(crossing.request_id)
             if track is None or row is None:
@@ -128,9 +134,7 @@ class AnswerStates:
 
 def _append(context: Any, tokens: Tensor) -> None:
     """Note that the requests that run have sampled `tokens`, one each."""
-    if not caches_states(context):
-        return
-    tracks = record_of(context).tracks
+    tracks = record_of(context).tracks  # empty where no states are cached
     if not tracks or not len(tokens):
         return
     first_row = context.paused_request_count
@@ -140,8 +144,7 @@ def _append(context: Any, tokens: Tensor) -> None:
         track = tracks.get(request_id)
         if track is not None and request_id != unfinished:
             track.generated.append(token)
-    allocator = getattr(context, "mamba_slot_allocator", None)
-    if allocator is not None and allocator.answers is not None:
+    if (allocator := getattr(context, "mamba_slot_allocator", None)) is not None:
         allocator.answers.commit_known()
 
 
@@ -160,13 +163,10 @@ def update_requests(
 
 @override(DYNAMIC_CONTEXT, "commit_sampled_tokens", faults=(18,))
 def commit_sampled_tokens(
-    original: Callable[..., None],
-    self: Any,
-    sampled_tokens_cpu: Tensor,
-    sampled_mtp_tokens_cpu: Tensor | None = None,
+    original: Callable[..., None], self: Any, sampled_tokens_cpu: Tensor, *drafts: Any, **named: Any
 ) -> None:
     """Also note what each request has sampled; with async scheduling the next step runs already."""
-    original(self, sampled_tokens_cpu, sampled_mtp_tokens_cpu)
+    original(self, sampled_tokens_cpu, *drafts, **named)
     _append(self, sampled_tokens_cpu)
 
 
@@ -176,15 +176,7 @@ def release_memory_blocks_from_request_indexes(
 ) -> None:
     """Also release what was reserved for the leaving requests."""
     leaving = self.request_ids[request_indexes].tolist()
-    allocator = getattr(self, "mamba_slot_allocator", None)
-    if allocator is not None and allocator.answers is not None:
+    if (allocator := getattr(self, "mamba_slot_allocator", None)) is not None:
         allocator.answers.remove(leaving)
     original(self, request_indexes)
     record_of(self).remove(leaving)
-
-
-def rows_of(context: Any, request_ids: Iterable[int]) -> dict[int, int]:
-    """Request id -> row, for those of `request_ids` that are in the context."""
-    requested = set(request_ids)
-    ids = context.request_ids[: context.total_request_count].tolist()
-    return {request_id: row for row, request_id in enumerate(ids) if request_id in requested}

@@ -16,7 +16,7 @@ from .overrides import override
 from .versions import GATED_DELTA_NET
 
 
-@override(GATED_DELTA_NET, "forward", faults=(), series=("0.20",))
+@override(GATED_DELTA_NET, "forward", series=("0.20",))
 def forward(
     original: Callable[..., Any],
     self: Any,
@@ -34,7 +34,7 @@ def forward(
         return original(*arguments, **kwargs)
 
 
-@override(GATED_DELTA_NET, "ssm_prefill", faults=(), series=("0.20",))
+@override(GATED_DELTA_NET, "ssm_prefill", series=("0.20",))
 def ssm_prefill(
     original: Callable[..., Tensor],
     self: Any,

@@ -91,10 +91,8 @@ class HostRecord:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
         start, stop = finished + skipped, finished + length
         self.hits += skipped > 0
-        computed = self.ledger.computed.copy()
-        for span in self.spans.get(request_id, ()):
-            computed[span.reason] += max(0, min(span.stop, stop) - max(span.start, start))
-        self.ledger = TokenLedger(self.ledger.resumed + skipped, 0, computed)
+        spans = self.spans.get(request_id, ())
+        self.ledger += TokenLedger.of_step(range(finished, start), range(start, stop), spans, 0, stop)
 
     def remove(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""

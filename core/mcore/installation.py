@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import metadata
@@ -19,8 +19,9 @@ from ..named_policies import shown_plan
 from ..validation import boolean, instance, refused, shown
 from ..version import VERSION
 from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
-from .built_contexts import built_contexts, recording_build, recording_queue, refuse_to_serve
+from .built_contexts import built_contexts, refuse_to_serve
 from .overrides import (
+    ADDITIONS,
     MissingHostError,
     OtherSettingsError,
     Override,
@@ -34,7 +35,6 @@ from .overrides import (
 from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
 from .versions import (
     DYNAMIC_CONTEXT,
-    DYNAMIC_ENGINE,
     KV_ALLOCATOR,
     TESTED_VERSIONS,
     series_of,
@@ -151,20 +151,16 @@ def install(
     return installation
 
 
-def _replace_all(methods: Mapping[Override, Any]) -> None:
-    context, own = owner_class(DYNAMIC_CONTEXT), importlib.import_module(_ALLOCATOR_MODULE)
-    for entry, method in methods.items():
-        _replace(owner_class(entry.owner), entry.method, entry.bound(method))
+def _replace_all(methods: dict[Override, Any]) -> None:
+    own = importlib.import_module(_ALLOCATOR_MODULE)
+    added = {entry: getattr(owner_class(entry.owner), entry.method, None) for entry in ADDITIONS}
+    for entry, method in (methods | added).items():
+        if method is not None:
+            _replace(owner_class(entry.owner), entry.method, entry.bound(method))
     for module in (own, importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])):
         _replace(module, "MambaSlotAllocator", HostSlotAllocator)
     if hasattr(own, "MambaSlotCapacityError"):
         _replace(own, "MambaSlotCapacityError", HostCapacityError)
-    _replace(context, "initialize_all_tensors", recording_build(context.initialize_all_tensors))
-    engine = owner_class(DYNAMIC_ENGINE)
-    if hasattr(engine, "_add_request"):  # else states where waiting prompts part are not stored
-        _replace(engine, "_add_request", recording_queue(engine._add_request))
-    if hasattr(engine, "schedule_chunked_prefill"):  # else prompts behind one that waits start later
-        _replace(engine, "schedule_chunked_prefill", admission.scheduling(engine.schedule_chunked_prefill))
 
 
 def _self_test_host(version: str, unknown: list[str]) -> None:

@@ -32,7 +32,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     state = _state_bytes(self)
     scratch = int(self.max_mamba_intermediate_states_per_step)
     affordable = int(mamba_gb * 2**30) // state - scratch if state else INT32_MAX
-    slots = own = max(0, min(INT32_MAX, affordable))
+    own = max(0, min(INT32_MAX, affordable))
+    slots = own
     if host.get_pg_size(self.pipeline_parallel_group) > 1:
         fewest = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
         least = torch.distributed.ReduceOp.MIN
@@ -65,19 +66,16 @@ def _state_bytes(context: Any) -> int:
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", faults=(6, 7))
-def reset_metadata(
-    original: Callable[..., None], self: Any, preserve_prefix_cache: bool = False, **named: Any
-) -> None:
+def reset_metadata(original: Callable[..., None], self: Any, **named: Any) -> None:
     """Forget states wherever the host forgets KV, and pending restores wherever it forgets requests."""
-    passed = dict(named, preserve_prefix_cache=True) if preserve_prefix_cache else named
-    original(self, **passed)
+    original(self, **named)
     for queue in ("_pending_mamba_restores", "_pending_mamba_zeros"):
         getattr(self, queue, []).clear()
     record_of(self).clear()
     allocator = getattr(self, "mamba_slot_allocator", None)
     if allocator is None:
         return
-    if preserve_prefix_cache and self.enable_prefix_caching:
+    if named.get("preserve_prefix_cache") and self.enable_prefix_caching:
         allocator.abort_step()
     else:
         allocator.reset()

@@ -85,7 +85,9 @@ def update_intermediate_metadata(
         start = 4 + 2 * (rows + rows % 2)  # kernels are compiled for addresses that are multiples of 16
         packed = torch.full((start + rows,), self.d_conv, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         numbers: Any = packed.numpy()  # a warm-up may read rows of padding
-        numbers[:start], numbers[0], numbers[start : start + count] = 0, count, positions
+        numbers[:start] = 0
+        numbers[0] = count
+        numbers[start : start + count] = positions
         numbers[4 : 4 + 2 * count].view(np.int64)[:] = chunks
         sent = packed.to(parts[0].device, non_blocking=True)
         new = sent[:1], sent[4 : 4 + 2 * rows].view(torch.int64), sent[start:]

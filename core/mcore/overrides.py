@@ -69,19 +69,24 @@ NOT_SELF_TESTED = ("MambaMixer._ssm_prefill", "DynamicInferenceContext.commit_sa
 """Methods that the self-test does not call: it runs no kernels of the mixer, and no async scheduling."""
 
 REGISTRY: list[Override] = []
-"""Every override, in the order of definition."""
+"""Every override of a method whose source must be known, in the order of definition."""
+
+ADDITIONS: list[Override] = []
+"""Overrides of methods of any source; a host that lacks one of the methods is served without the override."""
 
 
 def override(
-    owner: str, method: str, *, faults: tuple[int, ...], series: tuple[str, ...] = SERIES
-) -> Callable[[Replacement], Replacement]:
-    """Register the decorated function as the replacement of `owner`'s method."""
+    owner: str, method: str, *, faults: tuple[int, ...] = (), series: tuple[str, ...] = SERIES,
+    any_source: bool = False,
+) -> Callable[[Replacement], Replacement]:  # fmt: skip
+    """Let the decorated function replace `owner`'s method: an entry of REGISTRY, or of ADDITIONS."""
 
-    def register(replacement: Replacement) -> Replacement:
-        REGISTRY.append(Override(owner, method, faults, series, replacement))
+    def add(replacement: Replacement) -> Replacement:
+        entries = ADDITIONS if any_source else REGISTRY
+        entries.append(Override(owner, method, faults, series, replacement))
         return replacement
 
-    return register
+    return add
 
 
 def overrides_for(series: str) -> list[Override]:

@@ -12,14 +12,28 @@ from torch import Tensor
 from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, WrittenState
+from ..inference.contexts.host_settings import HostSettings, device_of
+from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator, WrittenStates
 from ..inference.kernels.operands import ConvAndSsm
-from ..inference.kernels.state_copy import copy_states
 from ..validation import integers
 from .cached_answers import AnswerStates
 from .host_record import HostCallError, check_lengths, record_of
 
 _logger = logging.getLogger(__package__)
+
+
+def _kernel_grid(context: Any) -> int:
+    """The tokens after which the kernels can store a state; a HostCallError where they store none."""
+    if householder := getattr(context, "gdp_num_householder", 0):
+        raise HostCallError(
+            f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of "
+            "gated delta products store no states for a prefix cache; pass enable_prefix_caching=False"
+        )
+    chunk = int(context.mamba_chunk_size)
+    grid = int(getattr(context, "ssm_chunk_alignment", None) or chunk)
+    if grid % chunk:
+        raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
+    return grid
 
 
 @dataclass(frozen=True)
@@ -48,13 +62,16 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def __init__(self, context: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(context, *args, **kwargs)
-        planned = self._planned  # which the host and its tests read and write by the host's names
-        self._intermediate_offsets_cpu, self._intermediate_counts_cpu = planned.offsets, planned.counts
-        self._intermediate_block_ids_cpu = planned.inner_blocks
-        self._eos_cache_block_id_cpu = planned.end_blocks
-        self.answers = AnswerStates(context, self.slots, self._plan) if self.settings.cache_answers else None
-        self._record, states = record_of(context), self.slots.states
-        self._record.turnover = states.turnover = self._record.turnover or states.turnover
+        # The host's tests read and write what is planned by the host's names.
+        self._intermediate_offsets_cpu = self._planned.offsets
+        self._intermediate_counts_cpu = self._planned.counts
+        self._intermediate_block_ids_cpu = self._planned.inner_blocks
+        self._eos_cache_block_id_cpu = self._planned.end_blocks
+        self.answers = AnswerStates(context, self.slots, self._plan, self.settings.cache_answers)
+        self._record = record_of(context)
+        if self._record.turnover is not None:
+            self.slots.states.turnover = self._record.turnover
+        self._record.turnover = self.slots.states.turnover
         self.num_dropped = self._record.dropped
         self._restore_pins: list[int] = []
         self._backup: ConvAndSsm | None = None
@@ -67,29 +84,16 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _has_intermediates(self, value: bool) -> None:
         self._planned.any = value
 
-    def _policy(self) -> PolicyChoice:
-        """What `install` was called with, else the host's; "ref_zero", about KV blocks, counts as "lru"."""
-        policy = self.settings.eviction or super()._policy()
-        policy = getattr(policy, "value", policy)
-        if isinstance(policy, str):
+    def _host_settings(self) -> HostSettings:
+        """With what `install` was called with; the live states may be on the device of tensors to come."""
+        context = self.context
+        absent = getattr(context, "mamba_ssm_states", None) is None
+        device = torch.device(torch.cuda.current_device()) if absent else device_of(context)
+        stated = getattr(context, "prefix_caching_eviction_policy", "lru")
+        policy: Any = self.settings.eviction or getattr(stated, "value", stated)
+        if isinstance(policy, str):  # "ref_zero" is about KV blocks
             policy = "lru" if policy.lower() == "ref_zero" else policy.lower()
-        return policy
-
-    def _checkpoint_plan(self) -> CheckpointPlan:
-        return self.settings.plan
-
-    def _kernel_grid(self) -> int:
-        """The tokens after which the kernels can store a state; a HostCallError where they store none."""
-        if householder := getattr(self.context, "gdp_num_householder", 0):
-            raise HostCallError(
-                f"context.gdp_num_householder is {householder}; accepted: 0, as megatron-core's kernels of "
-                "gated delta products store no states for a prefix cache; pass enable_prefix_caching=False"
-            )
-        chunk = int(self.context.mamba_chunk_size)
-        grid = int(getattr(self.context, "ssm_chunk_alignment", None) or chunk)
-        if grid % chunk:
-            raise HostCallError(f"context.ssm_chunk_alignment is {grid}; accepted: a multiple of {chunk}")
-        return grid
+        return HostSettings(policy, self.settings.plan, _kernel_grid(context), device)
 
     def _shared_tokens(self, req: Any, num_known: int) -> int:
         """See the base; those that wait in the engine to which a request of this context was added."""
@@ -100,12 +104,6 @@ class HostSlotAllocator(MambaSlotAllocator):
         others = [engine.get_request(number) for number in waiting if number != req.request_id]
         keys = [other.precomputed_block_hashes for other in others]
         return best_shared_depth(req.precomputed_block_hashes, keys, num_known) * self._block_size
-
-    def _device(self) -> torch.device:
-        """Where the live states are; as the host's own, on the current device where there are none."""
-        if getattr(self.context, "mamba_ssm_states", None) is None:
-            return torch.device(torch.cuda.current_device())
-        return super()._device()
 
     # ---- restores and checkpoints
 
@@ -132,7 +130,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         for slot in slots:
             self.slots.states.note_use(slot)
         live = [live for _, live in pending]
-        copy_states(self._durable, slots, self._live_states(), live)
+        self._states.restore(slots, live)
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
@@ -181,7 +179,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             if stateless:
                 _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
                 slots = self.slots.allocate(stateless)
-                for tensor in self._durable:
+                for tensor in self._states.durable:
                     tensor[:, slots] = 0
             found = [(b, key) for b, key in zip(blocks, keys, strict=True) if b in states]
             blocks, keys = [b for b, _ in found], [key for _, key in found]  # one without a slot is not found
@@ -202,37 +200,25 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def note_counts(self) -> None:
         """Let the context's record have the counts of now; it outlives the context."""
-        self._record.slots, self._record.dropped = self.slots.counts, self.num_dropped
+        self._record.slots = self.slots.counts
+        self._record.dropped = self.num_dropped
 
-    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """The written states as the host's own method returns them, which its tests replace."""
-        states = super()._written_states()
-        num_inner = sum(state.in_scratch for state in states)  # those come first
-        blocks, sources = [state.block for state in states], [state.source for state in states]
-        inner, ends = (blocks[:num_inner], sources[:num_inner]), (blocks[num_inner:], sources[num_inner:])
-        return *inner, *ends, [state.key for state in states]
-
-    def _written_states(self) -> list[WrittenState]:
-        inner, scratch_rows, ends, rows, keys = self._collect_commit_data()
-        places = enumerate(zip(inner + ends, scratch_rows + rows, keys, strict=True))
-        return [WrittenState(*written, in_scratch=place < len(inner)) for place, written in places]
-
-    def _commit(self, states: list[WrittenState]) -> None:
-        reached = self.answers.reached() if self.answers is not None else {}
-        blocks = {state.block for state in states}
+    def _commit(self, written: WrittenStates) -> None:
+        blocks, reached = {*written.inner_blocks, *written.end_blocks}, self.answers.reached()
         crossed = [(block, crossing) for block, crossing in reached.items() if block not in blocks]
-        if self.answers is None or not crossed:
-            super()._commit(states)
+        if not crossed:
+            super()._commit(written)
             return
+        tree = self.slots.tree
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        self.slots.remove_rolling_states(tracks, len(crossed) + len(states))
-        room = max(0, self.slots.num_available - len(states))  # the states of prompts come first
-        self.slots.states.note_refused(self._keys_of([block for block, _ in crossed[room:]]))
+        self.slots.remove_rolling_states(tracks, len(crossed) + len(blocks))
+        room = max(0, self.slots.num_available - len(blocks))  # the states of prompts come first
+        self.slots.states.note_refused([tree.key_of(block) for block, _ in crossed[room:]])
         del crossed[room:]
         slots = self.slots.reserve_slots([block for block, _ in crossed])
         try:
             self.store_from_live_batch(slots, [crossing.row for _, crossing in crossed])
-            super()._commit(states)
+            super()._commit(written)
         except BaseException:
             self.slots.release(slots)
             raise
@@ -252,39 +238,38 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _clear_planned(self) -> None:
         super()._clear_planned()
-        if self.answers is not None:
-            self.answers.uncommitted.clear()
+        self.answers.uncommitted.clear()
 
     # ---- the pool while the host is suspended
 
     def release_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
-        self.conv_states, self.ssm_states = self._new_states(0, self.ssm_states.device)
+        self._states.durable = self._states.zeros(0)
         self._backup = None
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
         self.note_counts()
-        self.intermediate_conv_out = self.intermediate_conv_out[:, :0].clone()
-        self.intermediate_ssm_out = self.intermediate_ssm_out[:, :0].clone()
+        self._states.scratch = self._states.zeros(0)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
-        own = self._durable
+        own = self._states.durable
         backup = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda).copy_(each) for each in own]
         self._backup = ConvAndSsm(*backup)
-        self.conv_states, self.ssm_states = self._new_states(0, self.ssm_states.device)
+        self._states.durable = self._states.zeros(0)
 
     @torch.inference_mode(False)
     def resume_pool(self) -> None:
         """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
-        backup, device = self._backup, self.ssm_states.device
-        if any(states.shape[1] != self.max_slots for states in self._durable):
-            self.conv_states, self.ssm_states = (
-                self._new_states(self.max_slots, device)
+        if self.ssm_states.shape[1] != self.max_slots:
+            states, backup = self._states, self._backup
+            device = self.ssm_states.device
+            states.durable = (
+                states.zeros(self.max_slots)
                 if backup is None
-                else (states.to(device) for states in backup)
+                else ConvAndSsm(backup.conv.to(device), backup.ssm.to(device))
             )
         self._backup = None

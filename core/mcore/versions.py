@@ -8,6 +8,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Container, Mapping
@@ -104,15 +105,9 @@ def hashes_in(root: Path, owner: str) -> dict[str, str]:
 def version_of_tree(root: Path) -> str:
     """What the megatron-core in the folder `root` says of its version, as "0.19.2"."""
     path = root / "megatron" / "core" / "package_info.py"
-    numbers = {
-        target.id: node.value.value
-        for node in (_parsed(path.read_text()).body if path.is_file() else ())
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-    return "without a version" if None in parts else ".".join(map(str, parts)) + str(numbers["PRE_RELEASE"])
+    source = path.read_text() if path.is_file() else ""
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", source, re.MULTILINE))
+    return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**parts) if len(parts) == 4 else "without a version"
 
 
 def _parsed(source: str) -> ast.Module:

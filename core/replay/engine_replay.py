@@ -101,7 +101,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
     def reserve_step(self, batch: Batch) -> tuple[ScheduledRequest, ...]:
         """As `begin_step`, without inputs for a model; returns the batch with its reserved slots."""
         self._reserve(batch)
-        return self._batch
+        return self.batch
 
     def num_quiet_decodes(self, request: DynamicInferenceRequest) -> int:
         """How many next decodes change nothing but the request's position: no KV block, no state; O(1)."""

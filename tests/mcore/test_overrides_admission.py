@@ -7,8 +7,8 @@ import mambaslots as ms
 import mambaslots.mcore
 import pytest
 import torch
-from mambaslots.inference.contexts import mamba_slot_allocator
-from mambaslots.mcore import mixer, slot_allocator
+from mambaslots.inference.contexts import host_states
+from mambaslots.mcore import mixer
 from mambaslots.mcore.mixer import SequenceStarts, carried_windows
 from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_context, tokens
 from mcore_rig import cpu_as_gpu, free_blocks
@@ -280,9 +280,8 @@ def test_fault_21_a_step_restores_in_one_copy_and_commits_in_one_a_pool(
         copies.append(len(read))
         real(source, read, destination, write)
 
-    real = slot_allocator.copy_states
-    for module in (slot_allocator, mamba_slot_allocator):
-        monkeypatch.setattr(module, "copy_states", counted)
+    real = host_states.copy_states
+    monkeypatch.setattr(host_states, "copy_states", counted)
     prompts = [tokens(2 * BLOCK + i, seed=20 + i) for i in range(3)]
     with mambaslots.mcore.installed():
         host = RecurrentHost(make_context())

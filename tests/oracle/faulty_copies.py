@@ -30,8 +30,8 @@ class FaultyCopies:
         self._late: list[tuple[Tensor, int, int]] = []
 
     @property
-    def rows(self) -> Tensor:
-        return self._copies.rows
+    def memory(self) -> Tensor:
+        return self._copies.memory
 
     def _fails(self) -> bool:
         fails = self._random.random() < self._share
@@ -42,7 +42,7 @@ class FaultyCopies:
         self._work()
         if self._fails():
             raise CopyFailedError
-        self._late.append((self._copies._row_of(slot).clone(), host_slot, serial))
+        self._late.append((self._copies._bytes_of(slot).clone(), host_slot, serial))
         self._work()
 
     def _work(self) -> None:
@@ -54,7 +54,7 @@ class FaultyCopies:
     def _make(self, row: Tensor, host_slot: int, serial: int) -> None:
         self._copies._keep(row, host_slot, serial)
         if self._fails():
-            self._spoil(self._copies.rows[host_slot])
+            self._spoil(self._copies.memory[host_slot])
 
     def _spoil(self, row: Tensor) -> None:
         if len(row):
@@ -63,7 +63,7 @@ class FaultyCopies:
     def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
         self._work()
         if self._fails():
-            self._spoil(self._copies._row_of(slot))
+            self._spoil(self._copies._bytes_of(slot))
             raise CopyFailedError
         return self._copies.fetch(host_slot, slot, serial)
 

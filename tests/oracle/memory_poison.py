@@ -80,7 +80,7 @@ class MemoryPoison:
             encoded.memory.index_fill_(0, tensor_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
-        rows = getattr(cache.tier.copies, "rows", None) if cache.tier is not None else None
+        rows = getattr(cache.tier.copies, "memory", None) if cache.tier is not None else None
         if cache.tier is not None and rows is not None:
             rows[sorted(cache.tier.host.free_slots)] = _NAN_BYTE
 

@@ -15,7 +15,9 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     if cache.tier is not None and hasattr(cache.tier.copies, "rows"):
         tier, keys = cache.tier, list(cache.tier.host.entries)
         used = {tier.host.entries[key][0] for key in keys}
-        _assert_zero(tier.copies.rows, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory")
+        _assert_zero(
+            tier.copies.memory, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory"
+        )
     if not memory.allocated:
         assert not memory.kv_cache.numel()
         assert not memory.state_pool.memory.numel()

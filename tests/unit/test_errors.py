@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import mambaslots as ms
 import pytest
+from mambaslots.errors import LiveSlotCapacityError
 
 ERRORS = [
     ms.KVBlockCapacityError(3, 2),
     ms.KVBlockCapacityError(3, 2, request_id=5),
     ms.MambaSlotCapacityError(4, 0),
+    LiveSlotCapacityError(2, 1, request_id=5),
     ms.QueueFullError(3, 2),
     ms.EngineDeadError("the engine's thread has given up: KeyError('a')"),
 ]

@@ -458,7 +458,7 @@ class Tiers:
         if where == "rows":
             host = self._tier.host
             used = [slot for slot, _ in host.entries.values()]
-            _harm_rows(self._copies.rows, used, what, random)
+            _harm_rows(self._copies.memory, used, what, random)
         else:
             paths = sorted(self._files.directory.glob("*.state"))
             if paths and what not in ("full",):

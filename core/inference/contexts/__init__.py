@@ -7,6 +7,7 @@ states, device_memory, pool_sizes    where each state is; the tensors of the poo
 input_pages                          inputs of decodes by replay
 tier_copies, state_files             the bytes of the tiers: pinned host memory, and files
 dynamic_context                      all of it: schedule, begin_step, end_step
-mamba_slot_allocator, host_context   states for another engine, with a KV cache of its own, and its settings
-planned_states                       which states a step of that engine writes, and where
+mamba_slot_allocator                 states for a host: another engine, with a KV cache of its own
+host_settings, host_states           what the host states; the index and the tensors of its states
+planned_states                       which states a step of the host writes, and where
 """

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...config import InferenceConfig
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.prefix_cache import PrefixCache
 from .cache.prefix_match import PrefixMatch
 from .device_memory import DeviceMemory
-from .input_pages import NO_PAGES, InputPages, PageTable
+from .input_pages import PageTable
 from .pool_sizes import num_live_slots
 from .request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .states import RequestStates
@@ -33,7 +32,6 @@ class Admission:
         cache: PrefixCache,
         states: RequestStates,
         memory: DeviceMemory,
-        pages: InputPages = NO_PAGES,
     ) -> None:
         self._caches = config.enable_prefix_caching
         self._replays = config.decodes_by_replay
@@ -42,13 +40,13 @@ class Admission:
         self._cache = cache
         self._states = states
         self._scrubber = memory.scrubber
-        self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
+        pages = memory.sizes.pages
         self._has_pages = pages.tokens > 0
+        self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
         self.max_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
         shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
-        self.block_table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
-        self._table: npt.NDArray[np.integer[Any]] = self.block_table.numpy()
-        self._slots_per_row = num_live_slots(config) // config.max_requests
+        self.block_table: npt.NDArray[np.integer[Any]] = np.full(shape, -1, np.int32)
+        self.slots_per_row = num_live_slots(config) // config.max_requests
         self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
@@ -72,7 +70,12 @@ class Admission:
 
     def _own_slots(self, row: int) -> range:
         """The live slots of a row, in a pool of their own."""
-        return range(row * self._slots_per_row, (row + 1) * self._slots_per_row)
+        return range(row * self.slots_per_row, (row + 1) * self.slots_per_row)
+
+    @property
+    def num_available_slots(self) -> int:
+        """The live slots that one more request could get; a row has its own where they have a pool."""
+        return self._cache.slots.num_available if self._one_pool else self.slots_per_row
 
     def admit(
         self, request: DynamicInferenceRequest, resume_slot: int = -1, evict_last: Iterable[int] = ()
@@ -80,14 +83,14 @@ class Admission:
         """Give a waiting request a row, an open path, and live slots as `StateSlots.allocate_live` does."""
         row = self._free_rows[-1]
         if self._one_pool:
-            live = tuple(self._cache.slots.allocate_live(self._slots_per_row, resume_slot, evict_last))
+            live = tuple(self._cache.slots.allocate_live(self.slots_per_row, resume_slot, evict_last))
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
         self._scrubber.inputs.clean([row])
         self._free_rows.pop()
         path = self._cache.open(
-            request.chain, request.plan, self._table[row], max_resume_tokens=request.max_resume_tokens,
+            request.chain, request.plan, self.block_table[row], max_resume_tokens=request.max_resume_tokens,
             again=request.num_counted > 0,
         )  # fmt: skip
         request.allocation = Allocation(row, live, path, prefill_length=len(request.tokens))
@@ -116,7 +119,7 @@ class Admission:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where rows, requests and live slots contradict each other."""
-        num_rows = len(self._table)
+        num_rows = len(self.block_table)
         assert len(self._requests) + len(self._free_rows) == num_rows, "a row is lost"
         assert not self._requests.keys() & set(self._free_rows), "a row is both free and taken"
         live = [slot for allocation in self.allocations for slot in allocation.live_slots]
@@ -126,12 +129,12 @@ class Admission:
         for row in range(num_rows):
             request = self._requests.get(row)
             if request is None:
-                assert (self._table[row] == -1).all(), "a free row has blocks"
+                assert (self.block_table[row] == -1).all(), "a free row has blocks"
                 continue
             allocation = request.allocation
             assert allocation is not None, "a row is taken by a request that holds nothing"
             assert allocation.row == row, "a request has another row"
-            assert len(allocation.live_slots) == self._slots_per_row, "a row has too few live slots"
+            assert len(allocation.live_slots) == self.slots_per_row, "a row has too few live slots"
             self.page_table.check_integrity(allocation)
             if not self._one_pool:
                 assert list(allocation.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
@@ -149,7 +152,7 @@ class Admission:
 
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
         """The slots that waiting requests resume from; none where rows for all of them evict no state."""
-        num_slots = len(requests) * self._slots_per_row
+        num_slots = len(requests) * self.slots_per_row
         if not self._one_pool or len(self._cache.slots.free_slots) >= num_slots:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
@@ -195,9 +198,10 @@ class Admission:
         if resumes or not num_computed:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
-        return ScheduledRequest.of(
-            request, allocation, start, stop, num_resumed=start - num_computed, spans=allocation.spans,
-            boundaries=self._boundaries(allocation, start, stop), admits=admits,
+        return ScheduledRequest(
+            allocation.path, request.tokens, start, stop, request=request, allocation=allocation,
+            boundaries=self._boundaries(allocation, start, stop), num_resumed=start - num_computed,
+            spans=allocation.spans, admits=admits,
         )  # fmt: skip
 
     def _schedule_decode(
@@ -212,9 +216,9 @@ class Admission:
             self._cache.grow(path, len(path.blocks) + needs_block)
             if num_pages:
                 self.page_table.grow(allocation, start % self._chunk_size + 1)
-        return ScheduledRequest.of(
-            request, allocation, start, start + 1, decoding=True, is_ahead=start == len(request.tokens),
-            boundaries=self._boundaries(allocation, start, start + 1),
+        return ScheduledRequest(
+            path, request.tokens, start, start + 1, request=request, allocation=allocation, decoding=True,
+            boundaries=self._boundaries(allocation, start, start + 1), is_ahead=start == len(request.tokens),
         )  # fmt: skip
 
     def _missing(self, allocation: Allocation) -> tuple[bool, int]:
@@ -234,8 +238,7 @@ class Admission:
         path = scheduled.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -scheduled.stop % self._chunk_size - 1)]
-            if self._has_pages:
-                tokens = self.page_table.grow_for_drafts(scheduled, tokens)
+            tokens = self.page_table.grow_for_drafts(scheduled, tokens)
         room = len(path.blocks) * self._block_size - scheduled.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -277,14 +280,11 @@ class Admission:
 
     def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""
-        if not self._one_pool:
-            return True
-        slots, needed = self._cache.slots, self._slots_per_row
         for allocation in self.allocations:
-            if slots.num_available >= needed:
+            if self.num_available_slots >= self.slots_per_row:
                 return True
             self._states.move_to_live(allocation)
-        return slots.num_available >= needed
+        return self.num_available_slots >= self.slots_per_row
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

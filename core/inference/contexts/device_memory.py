@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Scrubber(MemoryCleaner):
 
             return DirtyEntries(zero_in_owner if scrubs else None)
 
-        self.host_rows = DirtyEntries()
+        self.host_slots = DirtyEntries()
         self.blocks = entries(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
         self.slots = entries(_zero_slots)
         self.live = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
@@ -54,7 +54,7 @@ class Scrubber(MemoryCleaner):
                 dirty.scrub()
             else:
                 dirty.clear()
-        self.host_rows.scrub()
+        self.host_slots.scrub()
 
     def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
         memory = self._memory()
@@ -89,19 +89,17 @@ class DeviceMemory:
     """KV of all blocks, and live and durable states, on the model's device."""
 
     def __init__(self, spec: HybridStateSpec, config: InferenceConfig, sizes: PoolSizes) -> None:
-        """`sizes`: of both pools; `sizes.division`: of one memory that states and KV share."""
+        """`sizes`: of both pools, which stay `sizes`; `sizes.division`: of one memory for states and KV."""
         caching, num_live = config.enable_prefix_caching, num_live_slots(config)
         durable = durable_tensors(spec.states, config.durable_state_dtype if caching else None)
         encodes = durable != spec.states
+        self.sizes = sizes
         self._spec = spec
-        self._num_kv_blocks = sizes.num_kv_blocks
         self._block_size = config.block_size_tokens
-        self._division = sizes.division
         num_durable = NUM_STAGING_SLOTS if encodes else sizes.num_mamba_slots
         self._num_slots = num_live + num_durable
-        self._sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
+        self._unit_sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
         self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
-        self._pages = sizes.pages
         self._blocks: Tensor | None = None  # [KV blocks, bytes of one], where pages of inputs lie in blocks
         self.kv_cache, states = self._new_memory()
         is_shared = caching and not encodes
@@ -109,8 +107,8 @@ class DeviceMemory:
         self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
-        self._input_shapes = input_shapes(config, spec, paged=sizes.pages.tokens > 0)
-        for name, (input_shape, dtype) in self._input_shapes.items():
+        self.row_inputs = input_shapes(config, spec, paged=sizes.pages.tokens > 0)  # those in no pages
+        for name, (input_shape, dtype) in self.row_inputs.items():
             addressable(name, input_shape[1], input_shape, dtype)
         self.input_pool = self._new_inputs()
         self.allocated = True
@@ -120,12 +118,13 @@ class DeviceMemory:
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _new_memory(self) -> tuple[Tensor, Tensor | None]:
         """KV, and the slots of states where they share KV's memory; both then name all of its units."""
-        spec, num_blocks, sizes, division = self._spec, self._num_kv_blocks, self._sizes, self._division
+        spec, sizes, division = self._spec, self._unit_sizes, self.sizes.division
+        num_blocks = self.sizes.num_kv_blocks
         shape = (
             spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
-        if division is None and not self._pages.tokens:
+        if division is None and not self.sizes.pages.tokens:
             return zeroed(shape, spec.kv_dtype, spec.device), None
         stride, slots = ceil_div(sizes.block, ALIGNMENT) * ALIGNMENT, None
         if division is None:
@@ -146,10 +145,10 @@ class DeviceMemory:
     @torch.inference_mode(False)
     def _new_inputs(self) -> dict[str, Tensor]:
         """Inputs of rows; and views [layers, KV blocks, tokens of a page, *shape] of those in pages."""
-        spec, tokens, blocks = self._spec, self._pages.tokens, self._blocks
+        spec, tokens, blocks = self._spec, self.sizes.pages.tokens, self._blocks
         inputs = {
             name: torch.zeros(shape, dtype=dtype, device=spec.device)
-            for name, (shape, dtype) in self._input_shapes.items()
+            for name, (shape, dtype) in self.row_inputs.items()
         }
         if not tokens or blocks is None:
             return inputs
@@ -162,11 +161,6 @@ class DeviceMemory:
                 view = of_pages.view(entry.dtype).view(len(blocks), *shape)
                 inputs[entry.name] = view.movedim(0, 1)
         return inputs
-
-    @property
-    def row_inputs(self) -> Collection[str]:
-        """The names of the inputs that lie in no pages."""
-        return self._input_shapes.keys()
 
     def allocate(self) -> None:
         """Make the tensors again, as zeros, after `deallocate`. Where it raises there are none."""
@@ -198,7 +192,8 @@ class DeviceMemory:
         self.durable_pool.deallocate()
         self.input_pool = {name: tensor.new_empty(0) for name, tensor in self.input_pool.items()}
         self.kv_cache = self.kv_cache.new_empty(0)
-        self._units = self._blocks = None
+        self._units = None
+        self._blocks = None
 
     def zero_unit(self, unit: int) -> None:
         """Fill a unit of a memory that states and KV share with zeros, in stream order."""
@@ -208,34 +203,36 @@ class DeviceMemory:
     @property
     def total_bytes(self) -> int:
         """Bytes of all pools, allocated or not."""
-        pool, durable, total = self.state_pool, self.durable_pool, input_bytes(self._input_shapes)
+        pool, durable, sizes = self.state_pool, self.durable_pool, self._unit_sizes
+        total = input_bytes(self.row_inputs)
         if durable is not pool:
             total += durable.num_durable * durable.slot_bytes
-        if self._division is not None:
-            return total + self._division.total_bytes(self._sizes)
-        return total + pool.num_slots * self._sizes.slot + self._num_kv_blocks * self._sizes.block
+        if self.sizes.division is not None:
+            return total + self.sizes.division.total_bytes(sizes)
+        return total + pool.num_slots * sizes.slot + self.sizes.num_kv_blocks * sizes.block
 
     def summary(self) -> str:
         """One line that says the bytes of each pool, allocated or not."""
-        pool, durable, division = self.state_pool, self.durable_pool, self._division
-        state, kv = self._sizes.slot / MEBIBYTE, self._num_kv_blocks * self._sizes.block / MEBIBYTE
+        pool, durable, division = self.state_pool, self.durable_pool, self.sizes.division
+        num_kv_blocks, sizes = self.sizes.num_kv_blocks, self._unit_sizes
+        state, kv = sizes.slot / MEBIBYTE, num_kv_blocks * sizes.block / MEBIBYTE
         blocks = f"blocks of {self._block_size} tokens"
         parts = [f"live states {pool.num_live} x {state:.3g} MiB"]
         if durable is not pool:
             parts.append(f"staged states {pool.num_durable} x {state:.3g} MiB")
-        if self._input_shapes:
-            inputs = input_bytes(self._input_shapes) / MEBIBYTE
-            num_rows = next(iter(self._input_shapes.values()))[0][1]
+        if self.row_inputs:
+            inputs = input_bytes(self.row_inputs) / MEBIBYTE
+            num_rows = next(iter(self.row_inputs.values()))[0][1]
             parts.append(f"inputs of running requests {num_rows} x {inputs / num_rows:.3g} MiB")
-            if self._pages.tokens:
-                parts[-1] += f", and a KV block for each {self._pages.tokens} tokens of a chunk"
+            if page_tokens := self.sizes.pages.tokens:
+                parts[-1] += f", and a KV block for each {page_tokens} tokens of a chunk"
         if division is None:
             idle = ", and the live ones of idle rows" if pool.is_shared else ""
             size = f"{durable.slot_bytes / MEBIBYTE:.3g} MiB"
             parts.append(f"cached states {durable.num_durable} x {size}{idle}")
-            parts.append(f"KV {self._num_kv_blocks} {blocks}, {kv:.3g} MiB")
+            parts.append(f"KV {num_kv_blocks} {blocks}, {kv:.3g} MiB")
         else:
-            unit = division.shape.unit_bytes(self._sizes) / MEBIBYTE
+            unit = division.shape.unit_bytes(sizes) / MEBIBYTE
             parts.append(
                 f"cached states and KV share {division.num_units:,} units of {unit:.3g} MiB, each of "
                 f"{division.shape.slots} x {state:.3g} MiB or {division.shape.blocks} {blocks}"

@@ -30,6 +30,11 @@ class DynamicInferenceContext:
 
     A step consists of `admission.schedule_request` for each request that advances, `begin_step`, the model's
     forward, and `end_step` (or `abort_step`).
+
+    Attributes:
+        batch: the scheduled requests of the step under way, in row order; empty between steps.
+        uncommitted: requests of launched steps that complete blocks or states which are not findable yet.
+        observers: are called with each step.
     """
 
     def __init__(
@@ -48,7 +53,6 @@ class DynamicInferenceContext:
         check_replays(spec, config)
         self.memory = memory = DeviceMemory(self._spec_of_memory(), config, sizes)
         pool, scrubber = memory.state_pool, memory.scrubber
-        self._scrubs = config.free_memory == "zero"
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks, sizes.num_mamba_slots, config.block_size_tokens, config.eviction_policy,
             enabled=config.enable_prefix_caching, clock=clock,
@@ -56,8 +60,7 @@ class DynamicInferenceContext:
             tier=tier_of(config, spec, memory.durable_pool), division=sizes.division, cleaner=scrubber,
         )  # fmt: skip
         if self.prefix_cache.tier is not None:
-            scrubber.host_rows = self.prefix_cache.tier.host.dirty
-        self._pages = sizes.pages
+            scrubber.host_slots = self.prefix_cache.tier.host.dirty
         self._states = self._request_states()
         self._empty_rows()
         largest = largest_shape(
@@ -67,9 +70,9 @@ class DynamicInferenceContext:
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
-        self._batch: tuple[ScheduledRequest, ...] = ()
-        self._uncommitted: list[ScheduledRequest] = []
-        self.observers: list[StepObserver] = []  # called with each step
+        self.batch: tuple[ScheduledRequest, ...] = ()
+        self.uncommitted: list[ScheduledRequest] = []
+        self.observers: list[StepObserver] = []
         self._ledger = TokenLedger()
         self._num_requests_seen = 0
         logger.info(self.memory.summary())
@@ -101,7 +104,7 @@ class DynamicInferenceContext:
 
     def _empty_rows(self) -> None:
         self.admission = Admission(
-            self.config, self._chunk_size, self.prefix_cache, self._states, self.memory, self._pages
+            self.config, self._chunk_size, self.prefix_cache, self._states, self.memory
         )
 
     # ---- what observers read
@@ -116,26 +119,16 @@ class DynamicInferenceContext:
         """The most tokens that one request can have KV of."""
         return self.admission.max_blocks * self.config.block_size_tokens
 
-    @property
-    def batch(self) -> tuple[ScheduledRequest, ...]:
-        """The scheduled requests of the step under way, in row order; empty between steps."""
-        return self._batch
-
-    @property
-    def uncommitted(self) -> tuple[ScheduledRequest, ...]:
-        """Requests of launched steps that complete blocks or states which are not findable yet."""
-        return tuple(self._uncommitted)
-
     # ---- requests
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Release what the request has; `discard`: its cached prefix, too, because the model went wrong."""
         if request.allocation is None:
             return
-        for scheduled in self._uncommitted:
+        for scheduled in self.uncommitted:
             if scheduled.request is request:
                 self.prefix_cache.release_reserved(scheduled)
-        self._uncommitted = [scheduled for scheduled in self._uncommitted if scheduled.request is not request]
+        self.uncommitted = [scheduled for scheduled in self.uncommitted if scheduled.request is not request]
         allocation = self.admission.release(request)
         if discard:
             self.prefix_cache.discard(allocation.path)
@@ -155,15 +148,15 @@ class DynamicInferenceContext:
         The inputs are valid until the next step. `padding` maps their shape to one at least as large.
         `sampled_tokens`: of decodes that are ahead, which come first: the tokens, [decodes] on the device.
         """
-        if self._scrubs:
+        if self.config.free_memory == "zero":
             self.memory.scrubber.scrub()
         self._reserve(batch)
         inputs = self._builder.build(
-            self._batch, self.admission.block_table.numpy(), self.admission.page_table.array,
+            self.batch, self.admission.block_table, self.admission.page_table.array,
             padding or (lambda shape: shape), sampled_tokens,
         )  # fmt: skip
         for observer in self.observers:
-            observer.step_begun(self._batch, inputs)
+            observer.step_begun(self.batch, inputs)
         return inputs
 
     def _reserve(self, batch: Batch) -> None:
@@ -171,8 +164,8 @@ class DynamicInferenceContext:
         in_row_order = sorted(batch, key=lambda scheduled: not scheduled.decoding)
         idle_slots = self.admission.idle_slots
         max_inner_states = self._states.max_inner_states(in_row_order, idle_slots)
-        self._batch = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
-        self._states.gather(self._batch, idle_slots)
+        self.batch = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
+        self._states.gather(self.batch, idle_slots)
 
     def end_step(
         self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None,
@@ -187,17 +180,17 @@ class DynamicInferenceContext:
         if is_valid is not None and not commits_later:
             self._remove_invalid(is_valid)
         late: list[ScheduledRequest] = []
-        if any(scheduled.drafts for scheduled in self._batch):
+        if any(scheduled.drafts for scheduled in self.batch):
             assert num_accepted is not None, "drafts are not verified"
             late = self._verify(num_accepted)
-        self._states.scatter(self._batch, late)
-        for scheduled in self._batch:
+        self._states.scatter(self.batch, late)
+        for scheduled in self.batch:
             self._states.release_source(scheduled)
             self._count(scheduled)
             committed: dict[int, int] = {}
             if scheduled.destinations or scheduled.completes_block(self.config.block_size_tokens):
                 if commits_later and scheduled.logit_positions:
-                    self._uncommitted.append(scheduled)
+                    self.uncommitted.append(scheduled)
                 else:
                     committed = self._commit(scheduled)
             self._states.advance(scheduled, committed)
@@ -205,17 +198,17 @@ class DynamicInferenceContext:
                 self.admission.page_table.release(scheduled.allocation)
             if scheduled.decoding and self.config.num_speculative_tokens:
                 self.admission.trim(scheduled.allocation)
-        ended, self._batch = self._batch, ()
+        ended, self.batch = self.batch, ()
         for observer in self.observers:
             observer.step_ended(ended)
 
     def commit_batch(self, batch: Batch, invalid: Collection[int]) -> None:
         """Make findable what the requests of a launched step completed, except those in `invalid`."""
-        if not self._uncommitted:
+        if not self.uncommitted:
             return
         launched = set(map(id, batch))
-        ready = [scheduled for scheduled in self._uncommitted if id(scheduled) in launched]
-        self._uncommitted = [scheduled for scheduled in self._uncommitted if id(scheduled) not in launched]
+        ready = [scheduled for scheduled in self.uncommitted if id(scheduled) in launched]
+        self.uncommitted = [scheduled for scheduled in self.uncommitted if id(scheduled) not in launched]
         for scheduled in ready:
             if scheduled.request.request_id in invalid:
                 self.prefix_cache.release_reserved(scheduled)
@@ -232,24 +225,24 @@ class DynamicInferenceContext:
         size = self.config.block_size_tokens
         invalid = [
             scheduled
-            for scheduled in self._batch
+            for scheduled in self.batch
             if (scheduled.drafts or scheduled.destinations or scheduled.completes_block(size))
             and not is_valid(scheduled.request.request_id)
         ]
         for scheduled in invalid:
             self.prefix_cache.release_reserved(scheduled)
         rows = {scheduled.allocation.row for scheduled in invalid}
-        self._batch = tuple(scheduled for scheduled in self._batch if scheduled.allocation.row not in rows)
+        self.batch = tuple(scheduled for scheduled in self.batch if scheduled.allocation.row not in rows)
 
     def _verify(self, num_accepted: Callable[[int], int]) -> list[ScheduledRequest]:
         """Cut decodes to their accepted tokens; returns those with slots that are reserved only now."""
         accepted = [
             scheduled.accepted(num_accepted(scheduled.request.request_id)) if scheduled.drafts else scheduled
-            for scheduled in self._batch
+            for scheduled in self.batch
         ]
-        late = self.prefix_cache.after_verification(self._batch, accepted)
+        late = self.prefix_cache.after_verification(self.batch, accepted)
         added = {scheduled.allocation.row: scheduled.destinations for scheduled in late}
-        self._batch = tuple(
+        self.batch = tuple(
             replace(scheduled, destinations=scheduled.destinations | added[scheduled.allocation.row])
             if scheduled.allocation.row in added
             else scheduled
@@ -272,8 +265,8 @@ class DynamicInferenceContext:
 
     def abort_step(self) -> None:
         """Undo a step whose forward failed: nothing that it wrote is used, and its requests are released."""
-        aborted, self._batch = self._batch, ()
-        self._uncommitted = []
+        aborted, self.batch = self.batch, ()
+        self.uncommitted = []
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
         self.memory.scrubber.scratch.scrub()
         for scheduled in aborted:
@@ -286,7 +279,7 @@ class DynamicInferenceContext:
         for allocation in self.admission.allocations:
             self._states.move_to_live(allocation)
         self.prefix_cache.clear([allocation.path for allocation in self.admission.allocations])
-        self._uncommitted = []
+        self.uncommitted = []
 
     def suspend(self) -> None:
         """Free the tensors of all pools; every request is released, and the cache is cleared."""
@@ -294,7 +287,7 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tier is not None:
-            self.memory.scrubber.host_rows.scrub()  # it needs the device memory that `deallocate` frees
+            self.memory.scrubber.host_slots.scrub()  # it needs the device memory that `deallocate` frees
             self.prefix_cache.tier.copies.deallocate_staging()
         self.memory.deallocate()
 
@@ -304,8 +297,8 @@ class DynamicInferenceContext:
 
     def reset(self, *, keep_counts: bool = False) -> None:
         """Release every request and empty the cache, also after a failure; counts are 0, too."""
-        self._batch = ()
-        self._uncommitted = []
+        self.batch = ()
+        self.uncommitted = []
         self.admission.clear()
         self._empty_rows()
         if not keep_counts:
@@ -323,11 +316,11 @@ class DynamicInferenceContext:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
-        allocations, during_step = self.admission.allocations, bool(self._batch)
+        allocations, during_step = self.admission.allocations, bool(self.batch)
         self.admission.check_integrity()
         self._states.check_integrity(allocations, during_step)
         pages = [page for allocation in allocations for page in allocation.pages]
-        slots = [slot for scheduled in self._uncommitted for slot in scheduled.destinations.values()]
+        slots = [slot for scheduled in self.uncommitted for slot in scheduled.destinations.values()]
         reserved = self.prefix_cache.slots.reserved
         assert during_step or sorted(slots) == sorted(reserved), "a reservation leaked"
         paths = [allocation.path for allocation in allocations]

@@ -72,12 +72,14 @@ class PageTable:
     def __init__(
         self, pages: InputPages, num_rows: int, chunk_size: int, kv_blocks: KVBlockAllocator
     ) -> None:
-        self._pages, self._chunk_size, self._kv_blocks = pages, chunk_size, kv_blocks
+        self._pages = pages
+        self._chunk_size = chunk_size
+        self._kv_blocks = kv_blocks
         rows = np.arange(num_rows, dtype=np.int32)[:, None]
         self.array = np.zeros((num_rows, pages.per_chunk), np.int32) if pages.tokens else rows
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages of a request with so many tokens."""
+        """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
         return self._pages.num_pages_for(num_tokens % self._chunk_size)
 
     def num_missing(self, allocation: Allocation, num_inputs: int) -> int:
@@ -92,7 +94,9 @@ class PageTable:
             self.array[allocation.row, first : len(allocation.pages)] = allocation.pages[first:]
 
     def grow_for_drafts(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> Sequence[int]:
-        """Allocate pages for drafts, as far as blocks are free; returns the drafts that have one."""
+        """Allocate pages for drafts, as far as blocks are free; returns the drafts whose inputs have room."""
+        if not self._pages.tokens:
+            return tokens
         num_pages = len(scheduled.allocation.pages) + self._kv_blocks.total_avail
         num_inputs = scheduled.start % self._chunk_size + scheduled.length
         tokens = tokens[: num_pages * self._pages.tokens - num_inputs]

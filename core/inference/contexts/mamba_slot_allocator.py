@@ -1,6 +1,7 @@
 """The slot allocator that an engine with a paged KV cache of its own plugs in."""
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from operator import countOf
 from typing import Any, NamedTuple
@@ -12,10 +13,7 @@ from ...validation import (
     INT32_MAX,
     addressable,
     checked_integers,
-    described,
     float_dtype,
-    holds_data,
-    instance,
     integer,
     integers,
     ints_within,
@@ -23,22 +21,23 @@ from ...validation import (
     refused,
 )
 from ..kernels.operands import ConvAndSsm
-from ..kernels.state_copy import copy_states
-from .cache.checkpoint_plan import CheckpointPlan, checked_boundaries
-from .cache.eviction import PolicyChoice, checked_policy
+from .cache.checkpoint_plan import checked_boundaries
+from .cache.eviction import checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
-from .host_context import HostTree, block_count, size_of
+from .host_settings import HostSettings, block_count, size_of
+from .host_states import HostStates, HostTree
 from .planned_states import PlannedStates
 
 
-class WrittenState(NamedTuple):
-    """A state that a step has written, to be copied to a durable slot for the block that it follows."""
+class WrittenStates(NamedTuple):
+    """The states that a step has written, in megatron-core's lists: those inside prefills, then at ends."""
 
-    block: int
-    source: int  # row of scratch, or of the request whose live state it is
-    key: int
-    in_scratch: bool
+    inner_blocks: list[int]
+    scratch_indices: list[int]  # of the inner states
+    end_blocks: list[int]
+    rows: list[int]  # the requests whose live states they are
+    keys: list[int]  # of the inner blocks, then of the end blocks
 
 
 class MambaSlotAllocator:
@@ -60,16 +59,16 @@ class MambaSlotAllocator:
         prefix_caching_eviction_policy           a name or an `EvictionPolicy`, by default "lru"
         checkpoint_plan                          by default `CheckpointPlan()`
         max_requests                             rows of requests, by default 0
-        max_mamba_intermediate_states_per_step   scratch rows for the states of one step, by default 0
+        max_mamba_intermediate_states_per_step   scratch for so many states of one step, by default 0
         mamba_chunk_size, ssm_chunk_alignment    kernels store states inside a prefill at multiples of it
         block_size_tokens                        tokens of a KV block, by default as the kernels' multiple
 
-    A subclass may override what the host answers (`_device`, `_policy`, `_checkpoint_plan`, `_kernel_grid`,
-    `_shared_tokens`), and what a step calls (`_commit`, `_clear_planned`).
+    A subclass may override what the host answers (`_host_settings`, `_shared_tokens`), and what a step calls
+    (`_commit`, `_clear_planned`).
 
     Example: `MambaSlotAllocator(context, 64, 24, (4096, 4), (64, 64, 128), torch.bfloat16, torch.float32)`
     keeps 64 states of 24 layers. With blocks of 256 tokens, 600 tokens of a prompt planned and a `marks` plan
-    at 256, the state after token 256 is scratch row 0 until it is committed.
+    at 256, the state after token 256 is scratch state 0 until it is committed.
 
     Attributes:
         block_to_slot [blocks] int32, slot_to_block [max_slots] int32: CPU tensors, made at each read.
@@ -95,93 +94,65 @@ class MambaSlotAllocator:
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
         self.num_mamba_layers = integer("num_mamba_layers", num_mamba_layers, 0, INT32_MAX)
-        self._conv_shape = tuple(integers("conv_states_shape", conv_states_shape, 1, INT32_MAX))
-        self._ssm_shape = tuple(integers("ssm_states_shape", ssm_states_shape, 1, INT32_MAX))
-        float_dtype("conv_states_dtype", conv_states_dtype)
-        float_dtype("ssm_states_dtype", ssm_states_dtype)
-        pool = (self.num_mamba_layers, self.max_slots)
-        addressable("conv_states_shape", self._conv_shape, (*pool, *self._conv_shape), conv_states_dtype)
-        addressable("ssm_states_shape", self._ssm_shape, (*pool, *self._ssm_shape), ssm_states_dtype)
-        self._dtypes = conv_states_dtype, ssm_states_dtype
         self._num_blocks = block_count(context)
-        policy = checked_policy("context.prefix_caching_eviction_policy", self._policy())
-        self._plan = self._checkpoint_plan()
-        self._grid = self._kernel_grid()
-        self._block_size = size_of(context, "block_size_tokens", self._grid, minimum=1)
+        settings = self._host_settings()
+        empty = ConvAndSsm(
+            self._empty("conv", conv_states_shape, conv_states_dtype, settings.device),
+            self._empty("ssm", ssm_states_shape, ssm_states_dtype, settings.device),
+        )
+        policy = checked_policy("context.prefix_caching_eviction_policy", settings.policy)
+        self._plan = settings.plan
+        self._block_size = size_of(context, "block_size_tokens", settings.grid, minimum=1)
         self._plan.check_block_size(self._block_size)
-        self.conv_states, self.ssm_states = self._new_states(self.max_slots, self._device())
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
         self.hash_to_block_id = self.slots.states.block_of_key
-        if self._block_size % self._grid:
+        if self._block_size % settings.grid:
             warnings.warn(
-                f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({self._grid}): most "
-                "block boundaries have no state inside a prefill, and few prompts will resume",
+                f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({settings.grid}): "
+                "most block boundaries have no state inside a prefill, and few prompts will resume",
                 stacklevel=2,
             )
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
-        scratch = self._new_states(self.max_intermediate_count, self.ssm_states.device)
-        self.intermediate_conv_out, self.intermediate_ssm_out = scratch
-        rows = size_of(context, "max_requests")
-        self._planned = PlannedStates(rows, self.max_intermediate_count, self._grid, self._block_size)
+        self._states = HostStates(context, empty, self.max_slots, self.max_intermediate_count)
+        self._planned = PlannedStates(
+            size_of(context, "max_requests"), self.max_intermediate_count, settings.grid, self._block_size
+        )
         self.num_dropped = 0
         if isinstance(kv, KVBlockAllocator):
             kv.observe_deregistration(self.on_kv_blocks_deregistered)
         elif hasattr(kv, "on_blocks_deregistered"):
             kv.on_blocks_deregistered = self.on_kv_blocks_deregistered
 
-    def _device(self) -> torch.device:
-        """Where the live states are."""
-        live = getattr(self.context, "mamba_ssm_states", None)
-        if not isinstance(live, Tensor) or not holds_data(live):
-            raise ValueError(
-                f"context.mamba_ssm_states {described(live)}; accepted: the live states, a tensor that holds "
-                "data"
-            )
-        return live.device
+    def _empty(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[layers, 0, *shape], without a slot; ValueError where there can be no pool of such states."""
+        sizes = tuple(integers(f"{kind}_states_shape", shape, 1, INT32_MAX))
+        float_dtype(f"{kind}_states_dtype", dtype)
+        pool_shape = self.num_mamba_layers, self.max_slots, *sizes
+        addressable(f"{kind}_states_shape", sizes, pool_shape, dtype)
+        return torch.empty(self.num_mamba_layers, 0, *sizes, dtype=dtype, device=device)
 
-    def _checkpoint_plan(self) -> CheckpointPlan:
-        """The checkpoint plan that the host states."""
-        plan = getattr(self.context, "checkpoint_plan", None)
-        return instance("context.checkpoint_plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)
+    def _host_settings(self) -> HostSettings:
+        return HostSettings.of(self.context)
 
-    def _kernel_grid(self) -> int:
-        """The tokens after which the host's kernels can store a state."""
-        chunk = size_of(self.context, "mamba_chunk_size") or 1
-        return size_of(self.context, "ssm_chunk_alignment") or chunk
-
-    def _keys_of(self, blocks: Sequence[int]) -> list[int]:
-        kv = self.context.kv_block_allocator
-        if isinstance(kv, KVBlockAllocator):
-            return [kv.tree.key_of(block) for block in blocks]
-        listed = torch.tensor(blocks, dtype=torch.int64, device="cpu")
-        return kv.block_hashes[listed].tolist()  # type: ignore[no-any-return]
-
-    def _policy(self) -> PolicyChoice:
-        """The eviction policy that the host states."""
-        policy: PolicyChoice = getattr(self.context, "prefix_caching_eviction_policy", "lru")
-        return policy
-
-    @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
-    def _new_states(self, num_slots: int, device: torch.device) -> ConvAndSsm:
-        rows = (self.num_mamba_layers, num_slots)
-        conv_dtype, ssm_dtype = self._dtypes
-        return ConvAndSsm(
-            torch.zeros(*rows, *self._conv_shape, dtype=conv_dtype, device=device),
-            torch.zeros(*rows, *self._ssm_shape, dtype=ssm_dtype, device=device),
-        )
+    # ---- tensors
 
     @property
-    def _durable(self) -> ConvAndSsm:
-        return ConvAndSsm(self.conv_states, self.ssm_states)
+    def conv_states(self) -> Tensor:
+        return self._states.durable.conv
 
     @property
-    def _scratch(self) -> ConvAndSsm:
-        return ConvAndSsm(self.intermediate_conv_out, self.intermediate_ssm_out)
+    def ssm_states(self) -> Tensor:
+        return self._states.durable.ssm
 
-    def _live_states(self) -> ConvAndSsm:
-        return ConvAndSsm(self.context.mamba_conv_states, self.context.mamba_ssm_states)
+    @property
+    def intermediate_conv_out(self) -> Tensor:
+        return self._states.scratch.conv
+
+    @property
+    def intermediate_ssm_out(self) -> Tensor:
+        return self._states.scratch.ssm
 
     # ---- lookup
 
@@ -303,8 +274,8 @@ class MambaSlotAllocator:
             raise ValueError(f"block_id is {block_id}; accepted: a block with a slot")
         self._check_writable(slot)
         integer("layer_idx", layer_idx, 0, self.num_mamba_layers - 1)
-        numbers("ssm_state", ssm_state, self._ssm_shape)
-        numbers("conv_state", conv_state, self._conv_shape)
+        numbers("ssm_state", ssm_state, self.ssm_states.shape[2:])
+        numbers("conv_state", conv_state, self.conv_states.shape[2:])
         self.ssm_states[layer_idx, slot].copy_(ssm_state)
         self.conv_states[layer_idx, slot].copy_(conv_state)
 
@@ -320,8 +291,7 @@ class MambaSlotAllocator:
             raise ValueError(f"slots is {slots}; accepted: distinct slots")
         for slot in slots:
             self._check_writable(slot)
-        live = [self._live_index(request) for request in request_indices]
-        copy_states(self._live_states(), live, self._durable, slots)
+        self._states.keep_live([self._states.live_slot(request) for request in request_indices], slots)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the state of `block_id` into the request's live slot, which counts as a use of the state.
@@ -334,17 +304,10 @@ class MambaSlotAllocator:
         integer("request_idx", request_idx, 0, len(rows) - 1)
         if slot < 0:
             return False
-        live = self._live_index(request_idx)
+        live_slot = self._states.live_slot(request_idx)
         self.slots.states.note_use(slot)
-        copy_states(self._durable, [slot], self._live_states(), [live])
+        self._states.restore([slot], [live_slot])
         return True
-
-    def _live_index(self, request_idx: int) -> int:
-        rows = self.context.mamba_metadata.request_to_mamba_state_idx
-        index = int(rows[integer("request_idx", request_idx, 0, len(rows) - 1)])
-        if index < 0:
-            raise ValueError(f"request_idx is {request_idx}; accepted: a request with a live slot")
-        return index
 
     def _check_writable(self, slot: int) -> None:
         """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
@@ -375,7 +338,7 @@ class MambaSlotAllocator:
         `matched_block_ids` and `overall_required_blocks` are megatron-core's arguments, and not used.
         """
         context, block = self.context, self._block_size
-        row = integer("current_id", current_id, 0, self._planned.num_rows - 1)
+        row = integer("current_id", current_id, 0, len(self._planned.counts) - 1)
         try:
             finished, prompt = int(req.finished_chunk_token_count), len(req.prompt_tokens)
         except (AttributeError, TypeError, ValueError) as error:
@@ -420,51 +383,49 @@ class MambaSlotAllocator:
         not fail.
         """
         try:
-            self._commit(self._written_states())
+            self._commit(WrittenStates(*self._collect_commit_data()))
         finally:
             self._clear_intermediate_state()
 
-    def _commit(self, states: list[WrittenState]) -> None:
-        """Copy and commit the states, those in scratch first, as far as slots go."""
-        by_worth = sorted(states, key=lambda state: self._planned.worth.get(state.block, 0))
-        count = min(len(states), self.slots.num_available) if states else 0
-        self.slots.states.note_refused([state.key for state in by_worth[count:]])
-        self.num_dropped += len(states) - count
+    def _commit(self, written: WrittenStates) -> None:
+        """Copy and commit the states, as far as slots go."""
+        blocks, sources = written.inner_blocks + written.end_blocks, written.scratch_indices + written.rows
+        ranks = self._planned.ranks()
+        by_worth = sorted(range(len(blocks)), key=lambda i: ranks.get(blocks[i], 0))
+        count = min(len(blocks), self.slots.num_available) if blocks else 0
+        self.slots.states.note_refused([written.keys[i] for i in by_worth[count:]])
+        self.num_dropped += len(blocks) - count
         if not count:
             return
-        kept = set(by_worth[:count])
-        chosen = list(filter(kept.__contains__, states))
-        blocks, sources = [state.block for state in chosen], [state.source for state in chosen]
-        num_in_scratch = sum(state.in_scratch for state in chosen)
+        kept = sorted(by_worth[:count])
+        blocks, sources, keys = ([listed[i] for i in kept] for listed in (blocks, sources, written.keys))
+        num_inner = bisect_left(kept, len(written.inner_blocks))
         taken = self.slots.allocate(blocks)
         try:
-            self._copy_intermediate_to_cache(sources[:num_in_scratch], taken[:num_in_scratch])
-            self.store_from_live_batch(taken[num_in_scratch:], sources[num_in_scratch:])
+            self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
+            self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
         except BaseException:
             self.slots.remove(blocks)
             raise
-        self.register_block_hashes_batch(blocks, [state.key for state in chosen])
+        self.register_block_hashes_batch(blocks, keys)
 
-    def _written_states(self) -> list[WrittenState]:
-        """The states at the step's planned boundaries whose blocks have none yet, those in scratch first."""
-        metadata, rows = self.context.mamba_metadata, self._prefill_rows()
-        if rows.start == rows.stop:
-            return []
+    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+        """The states at the step's planned boundaries whose blocks have none yet, as `WrittenStates`."""
+        metadata = self.context.mamba_metadata
         counts = metadata.per_request_intermediate_counts if metadata.intermediate_count > 0 else ()
-        places = self._planned.places(rows, counts)
-        if not places:
-            return []
-        keys = self._keys_of([block for block, *_ in places])
+        inner, ends = self._planned.written(self._prefill_rows(), counts)
         states, reserved = self.slots.states, set(self.slots.reserved.values())
-        found: dict[int, WrittenState] = {}
-        for (block, row, in_scratch), key in zip(places, keys, strict=True):
+        keys: dict[int, int] = {}
+        for block in (*inner, *ends):
+            key = self.slots.tree.key_of(block)
             findable = key > 0 and states.block_of_key.get(key, block) == block
             if findable and block not in reserved and block not in states.slot_of_block:
-                found.setdefault(block, WrittenState(block, row, key, in_scratch))
-        return list(found.values())
+                keys[block] = key
+        inner, ends = ({block: of[block] for block in of if block in keys} for of in (inner, ends))
+        return [*inner], [*inner.values()], [*ends], [*ends.values()], [*keys.values()]
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        copy_states(self._scratch, src_offsets, self._durable, slots)
+        self._states.keep_scratch(src_offsets, slots)
 
     def _clear_intermediate_state(self) -> None:
         self._planned.clear_rows(self._prefill_rows())
@@ -477,9 +438,8 @@ class MambaSlotAllocator:
         self._clear_planned()
 
     def _clear_planned(self) -> None:
-        self._planned.clear()
-        for tensor in self._scratch:
-            tensor.zero_()
+        self._planned.clear_rows(slice(None))
+        self._states.clear_scratch()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where slots, blocks and KV hashes contradict each other; O(blocks + slots)."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 
 from .cache.checkpoint_plan import KINDS_BY_WORTH, Boundary
@@ -13,70 +12,77 @@ _MAX_OFFSETS = 3  # of a row, as megatron-core sizes its scratch
 class PlannedStates:
     """What each row of a step stores inside its prefill, and at the prefill's end, until it is cleared.
 
+    A row is a request's place in the host's tensors. Scratch has the states inside prefills, row after row.
+
     Attributes:
-        num_rows: rows of requests.
         any: whether a state is planned since the last step.
         offsets [rows, 3], counts [rows]: int32 on the CPU; after how many new tokens of a row states inside
             its prefill lie, ascending, and how many there are.
         inner_blocks [rows, 3], end_blocks [rows]: int32 on the CPU; the KV blocks that those states, and the
             state at the end, follow; -1: none.
-        worth: block -> rank of the kind of its planned boundary, 0 the worthiest.
     """
 
-    def __init__(self, num_rows: int, num_scratch_rows: int, grid: int, block_size_tokens: int) -> None:
+    @torch.inference_mode(False)  # others than inference tensors can be written anywhere
+    def __init__(self, num_rows: int, num_scratch: int, grid: int, block_size_tokens: int) -> None:
         """Kernels write states inside a prefill at multiples of `grid` tokens, to scratch."""
-        self.num_rows, self._num_scratch_rows = num_rows, num_scratch_rows
-        self._grid, self._block_size = grid, block_size_tokens
-        self._offsets = np.zeros((num_rows, _MAX_OFFSETS), np.int32)  # numpy writes faster than torch
-        self._counts = np.zeros(num_rows, np.int32)
-        self._inner_blocks, self._end_blocks = np.full_like(self._offsets, -1), np.full_like(self._counts, -1)
-        arrays = self._offsets, self._counts, self._inner_blocks, self._end_blocks
-        with torch.inference_mode(False):  # others than inference tensors can be written anywhere
-            self.offsets, self.counts, self.inner_blocks, self.end_blocks = map(torch.from_numpy, arrays)
+        self._num_scratch = num_scratch
+        self._grid = grid
+        self._block_size = block_size_tokens
+        self.counts = torch.zeros(num_rows, dtype=torch.int32, device="cpu")
+        self.offsets = self.counts.new_zeros(num_rows, _MAX_OFFSETS)
+        self.inner_blocks = torch.full_like(self.offsets, -1)
+        self.end_blocks = torch.full_like(self.counts, -1)
         self.any = False
-        self.worth: dict[int, int] = {}
-        self._rows: set[int] = set()  # those that are not clear
+        self._ranks: dict[int, dict[int, int]] = {}  # of rows that are not clear: block -> rank of its kind
 
     def add(
         self, row: int, start: int, stop: int, boundaries: Sequence[Boundary], blocks: Sequence[int]
     ) -> int:
         """Plan boundaries in (start, stop] of a clear row with these KV blocks; returns how many are dropped.
 
-        Boundaries beside the kernels' grid, beyond three inside a row, or without scratch are dropped.
+        Boundaries off the kernels' grid, beyond three inside a row, or without scratch are dropped.
         """
-        self._rows.add(row)
-        size = self._block_size
+        block_at = {b.position: blocks[b.position // self._block_size - 1] for b in boundaries}
+        self._ranks[row] = {block_at[b.position]: KINDS_BY_WORTH.index(b.kind) for b in boundaries}
         inside = [b.position for b in boundaries if b.position < stop]
         on_grid = [position for position in inside if (position - start) % self._grid == 0]
-        num_free = self._num_scratch_rows - int(self._counts.sum())
+        num_free = self._num_scratch - int(self.counts.sum())
         chosen = sorted(on_grid[: max(0, min(_MAX_OFFSETS, num_free))])
-        for column, position in enumerate(chosen):
-            self._offsets[row, column] = position - start
-            self._inner_blocks[row, column] = blocks[position // size - 1]
-        self._counts[row] = len(chosen)
-        if any(b.position == stop for b in boundaries):
-            self._end_blocks[row] = blocks[stop // size - 1]
-            self.any = True
-        self.any |= bool(chosen)
-        for boundary in boundaries:
-            self.worth[blocks[boundary.position // size - 1]] = KINDS_BY_WORTH.index(boundary.kind)
+        offsets, inner_blocks = self.offsets.numpy(), self.inner_blocks.numpy()  # which are faster to write
+        offsets[row, : len(chosen)] = [position - start for position in chosen]
+        inner_blocks[row, : len(chosen)] = [block_at[position] for position in chosen]
+        self.counts[row] = len(chosen)
+        self.end_blocks[row] = block_at.get(stop, -1)
+        self.any |= bool(chosen) or stop in block_at
         return len(inside) - len(chosen)
 
-    def places(self, rows: slice, counts: Iterable[int]) -> list[tuple[int, int, bool]]:
-        """(block, row, whether it is a row of scratch) of each state of `rows`, those in scratch first.
+    def written(self, rows: slice, counts: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Block -> index in scratch of each state inside the prefills; block -> row of those at the ends.
 
         `counts`: how many states each row has in scratch, from its first row on.
         """
-        planned = self._inner_blocks[rows].tolist()
-        in_order = [block for row, count in zip(planned, counts, strict=False) for block in row[:count]]
-        places = [(block, row, True) for row, block in enumerate(in_order)]
-        ends = enumerate(self._end_blocks[rows].tolist(), rows.start)
-        places += ((block, row, False) for row, block in ends)
-        return [place for place in places if place[0] >= 0]  # a host may have cleared rows
+        planned = zip(self.inner_blocks[rows].tolist(), counts, strict=False)
+        inner: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for index, block in enumerate(block for blocks, count in planned for block in blocks[:count]):
+            inner.setdefault(block, index)
+        for row, block in enumerate(self.end_blocks[rows].tolist(), rows.start):
+            if block not in inner:
+                ends.setdefault(block, row)
+        inner.pop(-1, None)  # a host may have cleared rows
+        ends.pop(-1, None)
+        return inner, ends
+
+    def ranks(self) -> dict[int, int]:
+        """Block -> the rank of its boundary's kind, 0 the worthiest; the worthiest of rows that share it."""
+        found: dict[int, int] = {}
+        for ranks in self._ranks.values():
+            found |= {block: min(rank, found.get(block, rank)) for block, rank in ranks.items()}
+        return found
 
     def clear_row(self, row: int) -> None:
         """Remove what is planned for a row, if anything is."""
-        if row in self._rows:
+        if row in self._ranks:
             self._clear_rows(slice(row, row + 1))
 
     def clear_rows(self, rows: slice) -> None:
@@ -85,11 +91,9 @@ class PlannedStates:
         self.any = False
 
     def _clear_rows(self, rows: slice) -> None:
-        self._offsets[rows], self._counts[rows] = 0, 0
-        self._inner_blocks[rows], self._end_blocks[rows] = -1, -1
-        self._rows.difference_update(range(*rows.indices(self.num_rows)))
-
-    def clear(self) -> None:
-        """Remove all that is planned."""
-        self.clear_rows(slice(None))
-        self.worth.clear()
+        self.offsets[rows] = 0
+        self.counts[rows] = 0
+        self.inner_blocks[rows] = -1
+        self.end_blocks[rows] = -1
+        for row in range(*rows.indices(len(self.counts))):
+            self._ranks.pop(row, None)

@@ -1,6 +1,7 @@
 """How many KV blocks and durable slots a configuration buys, on one rank and on all of a model."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,13 +187,9 @@ def available_gb(device: torch.device) -> float:
 
 def _available_ram() -> int:
     """Bytes of RAM that this process may still use: of the machine, and of its control group."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    try:
-        with open("/proc/meminfo") as lines:
-            named = dict(line.split(":", 1) for line in lines)
-        available = int(named["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass  # no Linux: what is known by now
+    available = _kernel_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    if not available:  # no Linux: a guess
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     of_group = _group_ram(Path("/sys/fs/cgroup"))
     return max(available if of_group is None else min(available, of_group), 0)
 
@@ -203,9 +200,13 @@ def _group_ram(group: Path) -> int | None:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # "max" is no limit
         return None
+    return limit - max(used - _kernel_number(group / "memory.stat", "inactive_file"), 0)
+
+
+def _kernel_number(path: Path, name: str) -> int:
+    """The number after `name` in a file of the kernel that has one a line; 0 without it."""
     try:
-        named = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        reclaimable = int(named["inactive_file"])
-    except (OSError, KeyError, ValueError):
-        reclaimable = 0
-    return limit - max(used - reclaimable, 0)
+        found = re.search(rf"^{name} +(\d+)", path.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return 0 if found is None else int(found[1])

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.checkpoint_plan import CheckpointPlan
@@ -128,7 +128,6 @@ class GeneratedToken(NamedTuple):
 
 NO_ID = -1
 """In place of the id of a request that has none yet."""
-_NOTHING_COUNTED = TokenLedger()
 
 
 @dataclass(eq=False)
@@ -150,7 +149,7 @@ class DynamicInferenceRequest:
     prompt_log_probs: list[float] = field(default_factory=list)  # that `scored_positions` give
     ttft_s: float | None = None  # from the arrival to the first token
     allocation: Allocation | None = None  # None while the request waits
-    ledger: TokenLedger = _NOTHING_COUNTED
+    ledger: TokenLedger = field(default_factory=TokenLedger)
     num_counted: int = 0  # leading tokens in `ledger`, also before a restart
     match: PrefixMatch | None = None  # the last one; `Admission` writes it
     owned: bool = False  # a stream or a call of `generate` owns the result
@@ -301,7 +300,7 @@ class DynamicInferenceRequest:
 
 @dataclass(frozen=True)
 class ScheduledRequest(PathStep):
-    """A request whose tokens [start, stop) the next step computes; `of` makes one."""
+    """A request whose tokens [start, stop) the next step computes, along the path that the request holds."""
 
     request: DynamicInferenceRequest = field(kw_only=True)
     allocation: Allocation = field(kw_only=True)
@@ -309,15 +308,6 @@ class ScheduledRequest(PathStep):
     spans: tuple[Span, ...] = ()
     is_ahead: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
     admits: bool = False  # the first one since the request waited
-
-    @classmethod
-    def of(
-        cls, request: DynamicInferenceRequest, allocation: Allocation, start: int, stop: int, **settings: Any
-    ) -> Self:
-        """Schedule tokens of `request` along the path that it holds."""
-        return cls(
-            allocation.path, request.tokens, start, stop, request=request, allocation=allocation, **settings
-        )
 
     @property
     def length(self) -> int:

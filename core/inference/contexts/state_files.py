@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<8sQqq32s")  # magic, bytes of a state, serial number, checksum, model
 _MAGIC = b"MSSTATE1"
 _PREFIX, _LOCK = "mambaslots-", "lock"
-_PAGE_OF_ZEROS = 1 << 20
+_ZEROS_AT_ONCE = 1 << 20
 
 Remove = Callable[[Path], None]
 
@@ -55,17 +55,17 @@ class StateFiles:
     def _name(self, file: int) -> Path:
         return self.directory / f"{file}.state"
 
-    def save(self, file: int, serial: int, row: Tensor, checksum: Callable[[], int | None]) -> None:
-        """Let the thread write a row. `checksum` waits until it is complete; None: it holds another state."""
+    def save(self, file: int, serial: int, state: Tensor, checksum: Callable[[], int | None]) -> None:
+        """Let the thread save a state. `checksum` waits for it; None: another state is there."""
         size, model = self._state_bytes, self._model
 
         def head(value: int) -> bytes:
             return _HEAD.pack(_MAGIC, size, serial, value, model)
 
-        self._writer.work.put(partial(self._writer.write, self._name(file), head, row, checksum))
+        self._writer.work.put(partial(self._writer.write, self._name(file), head, state, checksum))
 
-    def load(self, file: int, serial: int, row: Tensor) -> int | None:
-        """Read a state into `row`; its stored checksum, or None where the file cannot be read or has another.
+    def load(self, file: int, serial: int, state: Tensor) -> int | None:
+        """Read into `state`; its stored checksum, or None where the file cannot be read or has another state.
 
         ValueError for a file that is damaged.
         """
@@ -78,7 +78,7 @@ class StateFiles:
                 magic, state_bytes, written, checksum, model = _HEAD.unpack(text[:-4])
                 if (magic, state_bytes, written, model) != (_MAGIC, self._state_bytes, serial, self._model):
                     return None
-                room, done = memoryview(row.numpy()), 0
+                room, done = memoryview(state.numpy()), 0
                 while done < state_bytes:
                     num_read = opened.readinto(room[done:])
                     if not num_read:
@@ -99,8 +99,11 @@ class _Writer:
 
     def __init__(self, directory: Path, lock: IO[str], remove: Remove) -> None:
         self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._directory, self._lock, self._remove = directory, lock, remove
-        self._closed = self._has_failed = False
+        self._directory = directory
+        self._lock = lock
+        self._remove = remove
+        self._closed = False
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="mambaslots-files", daemon=True)
         self._thread.start()
 
@@ -113,7 +116,7 @@ class _Writer:
                 logger.exception("a state could not be written to a file")
 
     def write(
-        self, name: Path, head: Callable[[int], bytes], row: Tensor, checksum: Callable[[], int | None]
+        self, name: Path, head: Callable[[int], bytes], state: Tensor, checksum: Callable[[], int | None]
     ) -> None:
         """Write a file under another name, then rename it. The file's former state is removed in any case."""
         self.delete([name])
@@ -124,7 +127,7 @@ class _Writer:
         try:
             with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
                 opened.write(text + _crc(text))
-                opened.write(memoryview(row.numpy()))
+                opened.write(memoryview(state.numpy()))
             if checksum() == value:
                 os.replace(draft, name)
             else:
@@ -166,7 +169,7 @@ def _overwrite_and_unlink(name: Path) -> None:
             owned = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
             left = found.st_size if owned else 0
             while left > 0:
-                left -= opened.write(bytes(min(left, _PAGE_OF_ZEROS)))
+                left -= opened.write(bytes(min(left, _ZEROS_AT_ONCE)))
             os.fsync(opened.fileno())
     finally:
         name.unlink(missing_ok=True)

@@ -50,7 +50,8 @@ class StatePool:
         """`memory`: [slots, bytes of a slot] uint8, zeros, perhaps with gaps between slots; None: new."""
         self.is_shared = is_shared
         self.states = tuple(states)
-        self.num_live, self.num_durable = num_live, num_durable
+        self.num_live = num_live
+        self.num_durable = num_durable
         self.num_slots = num_live + num_durable  # of a shared pool, each part has these for certain
         self._first_durable = 0 if is_shared else self.num_live
         self._offsets, self.slot_bytes = SlotLayout.of(self.states)
@@ -67,13 +68,12 @@ class StatePool:
             tensor.name: self._view(memory, tensor, offset)
             for tensor, offset in zip(self.states, self._offsets, strict=True)
         }
-        self.memory, self._views = memory, views
-        self.allocated = len(memory) == self.num_slots
+        self.memory = memory
+        self._views = views
 
     def deallocate(self) -> None:
         """Free the memory; tensors without slots remain."""
         self._put(self._zeros(0))
-        self.allocated = False
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _zeros(self, num_slots: int) -> Tensor:

@@ -23,7 +23,7 @@ NUM_STAGED = 2
 
 
 class HostCopies(StateCopies):
-    """Copies states between durable slots and rows of host memory; on a CPU, plain copies.
+    """Copies states between durable slots and slots of host memory; on a CPU, plain copies.
 
     `store` copies twice: on the step's stream to a staging place, after which the slot may be written; from
     there to pinned memory, on this object's stream. Only the device waits, for more than `NUM_STAGED` states.
@@ -35,28 +35,30 @@ class HostCopies(StateCopies):
         self,
         num_slots: int,
         state_bytes: int,
-        row_of: Callable[[int], Tensor],
+        bytes_of: Callable[[int], Tensor],
         device: torch.device,
         files: StateFiles | None = None,
         scrubs: bool = False,
     ) -> None:
-        """`row_of`: durable slot -> its bytes now; `scrubs`: zero staging places. MemoryError: cannot pin."""
-        self._device, self._row_of, self._files = device, row_of, files
+        """`bytes_of`: of a durable slot, now; `scrubs`: zero staging places. MemoryError: cannot pin."""
+        self._device = device
+        self._bytes_of = bytes_of
+        self._files = files
         self._state_bytes = state_bytes
         self._scrubs = scrubs
         self._stream = _new_stream(device)
         self._checksum = RowChecksum(state_bytes, device)
         with torch.inference_mode(False):  # others than inference tensors can be written anywhere
             new = torch.zeros if scrubs else torch.empty
-            self.rows = new(num_slots, state_bytes, dtype=torch.uint8)
+            self.memory = new(num_slots, state_bytes, dtype=torch.uint8)
             self._sums = torch.zeros(num_slots, dtype=torch.int64, device=device)
             self._sums_for_files = torch.zeros(num_slots, dtype=torch.int64) if files is not None else None
         if self._stream is not None:
-            _pin(self.rows)
+            _pin(self.memory)
             if self._sums_for_files is not None:
                 self._sums_for_files = self._sums_for_files.pin_memory()
-            weakref.finalize(self, _unpin, self.rows, self._stream)
-        self._versions = [0] * num_slots  # grows with each write to a row
+            weakref.finalize(self, _unpin, self.memory, self._stream)
+        self._versions = [0] * num_slots  # grows with each write to a host slot
         self._stored: dict[int, torch.cuda.Event] = {}
         self._staged: Tensor | None = None
         self._zeros: Tensor | None = None  # [state_bytes] on the device
@@ -67,9 +69,9 @@ class HostCopies(StateCopies):
 
     def store(self, slot: int, host_slot: int, serial: int) -> None:
         self._versions[host_slot] += 1
-        row = self._row_of(slot)
+        state = self._bytes_of(slot)
         if self._stream is None:
-            self._keep(row, host_slot, serial)
+            self._keep(state, host_slot, serial)
             return
         with on_device_of(self._device):
             stage = self._next_stage
@@ -78,7 +80,7 @@ class HostCopies(StateCopies):
             if copied is not None:
                 step.wait_event(copied)
             staged = self._stages()[stage]
-            staged.copy_(row)
+            staged.copy_(state)
             self._stream.wait_event(step.record_event())
             try:
                 with torch.cuda.stream(self._stream):
@@ -88,9 +90,9 @@ class HostCopies(StateCopies):
             finally:  # a call that fails may have launched a copy
                 self._copied[stage] = self._stored[host_slot] = self._stream.record_event()
 
-    def _keep(self, row: Tensor, host_slot: int, serial: int) -> None:
-        self.rows[host_slot].copy_(row, non_blocking=True)
-        self._sums[host_slot] = self._checksum(row, serial)
+    def _keep(self, state: Tensor, host_slot: int, serial: int) -> None:
+        self.memory[host_slot].copy_(state, non_blocking=True)
+        self._sums[host_slot] = self._checksum(state, serial)
         if self._sums_for_files is not None:
             self._sums_for_files[host_slot].copy_(self._sums[host_slot], non_blocking=True)
 
@@ -107,43 +109,43 @@ class HostCopies(StateCopies):
         self._staged = self._zeros = None
 
     def zero(self, host_slots: Sequence[int]) -> None:
-        """Zero rows, after the copies under way; does not wait. No file is written of such a row."""
+        """Zero host slots, after the copies under way; does not wait. No file is written of such a slot."""
         for host_slot in host_slots:
             self._versions[host_slot] += 1
         if self._stream is None:
             for host_slot in host_slots:
-                self.rows[host_slot].zero_()
+                self.memory[host_slot].zero_()
             return
         with on_device_of(self._device), torch.cuda.stream(self._stream):
             if self._zeros is None:
                 with torch.inference_mode(False):
                     self._zeros = torch.zeros(self._state_bytes, dtype=torch.uint8, device=self._device)
             for host_slot in host_slots:
-                self.rows[host_slot].copy_(self._zeros, non_blocking=True)
+                self.memory[host_slot].copy_(self._zeros, non_blocking=True)
 
     # ---- back
 
     def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
-        row = self._row_of(slot)
+        state = self._bytes_of(slot)
         if self._stream is None:
-            return self._bring(row, host_slot, serial)
+            return self._bring(state, host_slot, serial)
         with on_device_of(self._device):
             step = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(step)  # a step may still read what the slot held
             try:
                 with torch.cuda.stream(self._stream):
-                    return self._bring(row, host_slot, serial)
+                    return self._bring(state, host_slot, serial)
             finally:  # a call that fails may have launched a copy, and the slot is used again
                 step.wait_stream(self._stream)
 
-    def _bring(self, row: Tensor, host_slot: int, serial: int) -> bool:
-        row.copy_(self.rows[host_slot], non_blocking=True)
-        return bool(self._checksum(row, serial) == self._sums[host_slot])
+    def _bring(self, state: Tensor, host_slot: int, serial: int) -> bool:
+        state.copy_(self.memory[host_slot], non_blocking=True)
+        return bool(self._checksum(state, serial) == self._sums[host_slot])
 
     # ---- files
 
     def save(self, host_slot: int, file: int, serial: int) -> None:
-        """Write a row to a file once it is complete; no file where the row is overwritten before."""
+        """Write a host slot to a file once it is complete; no file where it is overwritten before."""
         if self._files is not None and self._sums_for_files is not None:
             versions, version = self._versions, self._versions[host_slot]
             sums, stored = self._sums_for_files, self._stored.get(host_slot)
@@ -154,14 +156,14 @@ class HostCopies(StateCopies):
                 value = int(sums[host_slot])
                 return value if versions[host_slot] == version else None
 
-            self._files.save(file, serial, self.rows[host_slot], checksum)
+            self._files.save(file, serial, self.memory[host_slot], checksum)
 
     def load(self, file: int, host_slot: int, serial: int) -> bool:
         if self._files is None:
             return False
         self._synchronise()
         self._versions[host_slot] += 1
-        checksum = self._files.load(file, serial, self.rows[host_slot])
+        checksum = self._files.load(file, serial, self.memory[host_slot])
         if checksum is None:
             return False
         self._sums[host_slot] = checksum
@@ -182,23 +184,23 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _pin(rows: Tensor) -> None:
+def _pin(memory: Tensor) -> None:
     """Pin host memory; torch's own pinned memory is rounded up to a power of two."""
-    if rows.numel():
-        error = _runtime().cudaHostRegister(rows.data_ptr(), rows.numel(), 0)
+    if memory.numel():
+        error = _runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(error):
-            raise MemoryError(f"{rows.numel()} bytes cannot be pinned: CUDA error {int(error)}")
+            raise MemoryError(f"{memory.numel()} bytes cannot be pinned: CUDA error {int(error)}")
 
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _unpin(rows: Tensor, stream: torch.cuda.Stream) -> None:
+def _unpin(memory: Tensor, stream: torch.cuda.Stream) -> None:
     with suppress(Exception):
         stream.synchronize()  # a copy may still be under way
-        if rows.numel():
-            _runtime().cudaHostUnregister(rows.data_ptr())
+        if memory.numel():
+            _runtime().cudaHostUnregister(memory.data_ptr())
 
 
 def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:

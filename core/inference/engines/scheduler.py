@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 
-from ...errors import KVBlockCapacityError
+from ...errors import KVBlockCapacityError, LiveSlotCapacityError
 from ...validation import integers
 from ..contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..contexts.cache.prefix_cache import PrefixCache
@@ -221,8 +221,13 @@ class Scheduler:
         return drafted
 
     def _capacity_error(self, request: DynamicInferenceRequest) -> KVBlockCapacityError:
-        """The error that says how many blocks a waiting request needs, and how many pins leave."""
-        pins, match = self._context.prefix_cache.pins, self._context.admission.match(request)
+        """The error that says what a waiting request lacks: live slots, or blocks that pins do not leave."""
+        admission, pins = self._context.admission, self._context.prefix_cache.pins
+        if admission.num_available_slots < admission.slots_per_row:
+            return LiveSlotCapacityError(
+                admission.slots_per_row, admission.num_available_slots, request.request_id
+            )
+        match = admission.match(request)
         available = pins.max_sequence_blocks()
         num_shared = pins.max_sequence_blocks(match.blocks) - available
         return KVBlockCapacityError(self._num_blocks(request) - num_shared, available, request.request_id)

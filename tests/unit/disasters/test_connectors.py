@@ -174,7 +174,7 @@ def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
         serve_checked(engine, [text], length=1)
     tier = engine.context.prefix_cache.tier
     assert tier is not None
-    tier.copies.rows[:, ::5] ^= 1  # type: ignore[attr-defined]
+    tier.copies.memory[:, ::5] ^= 1  # type: ignore[attr-defined]
     (result,) = serve_checked(engine, [[*texts[0], 1]], length=1)
     assert result.num_resumed_tokens == 0
     assert_cache_is_right(engine)

@@ -109,8 +109,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "dynamic_context.py",
-                "        self._batch = ()\n        self._uncommitted = []\n        self.admission.clear()\n",
-                "        self._uncommitted = []\n        self.admission.clear()\n",
+                "        self.batch = ()\n        self.uncommitted = []\n        self.admission.clear()\n",
+                "        self.uncommitted = []\n        self.admission.clear()\n",
             ),
         ),
     ),
@@ -120,7 +120,7 @@ FAULTS = {
             (
                 CONTEXTS + "admission.py",
                 "            live = tuple("
-                "self._cache.slots.allocate_live(self._slots_per_row, resume_slot, evict_last))\n",
+                "self._cache.slots.allocate_live(self.slots_per_row, resume_slot, evict_last))\n",
                 "            self._stack = getattr(self, '_stack', torch.zeros(1, dtype=torch.int32))\n"
                 "            self._stack[0] = self._cache.slots.allocate_live(1)[0]\n"
                 "            live = tuple(self._stack)\n",
@@ -185,8 +185,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "count = min(len(states), self.slots.num_available) if states else 0",
-                "count = len(states)",
+                "count = min(len(blocks), self.slots.num_available) if blocks else 0",
+                "count = len(blocks)",
             ),
         ),
     ),
@@ -227,8 +227,8 @@ FAULTS = {
         (
             (
                 CONTEXTS + "planned_states.py",
-                "if any(b.position == stop for b in boundaries):",
-                "if False:",
+                "self.end_blocks[row] = block_at.get(stop, -1)",
+                "self.end_blocks[row] = -1",
             ),
         ),
     ),
@@ -272,7 +272,7 @@ FAULTS = {
     ),
     "20b a foreign host's is passed over in silence": PutBack(
         "fault_20",
-        ((CONTEXTS + "mamba_slot_allocator.py", "if self._block_size % self._grid:", "if False:"),),
+        ((CONTEXTS + "mamba_slot_allocator.py", "if self._block_size % settings.grid:", "if False:"),),
     ),
     "21a a resumed state is copied first": PutBack(
         "fault_21_resuming",

@@ -15,7 +15,7 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.mamba_slot_allocator import WrittenState
+from mambaslots.inference.contexts.mamba_slot_allocator import WrittenStates
 from mambaslots.inference.kernels import state_copy
 from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
@@ -379,8 +379,8 @@ def test_fault_21_the_drop_in_commits_in_one_launch_and_restores_in_one(device: 
     blocks, live = [5, 9, 2, 7, 11, 30, 8, 3], [2, 0, 3, 1]
     for scratch in (slots.intermediate_conv_out, slots.intermediate_ssm_out):
         scratch.copy_(torch.rand(scratch.shape))
-    states = [WrittenState(block, row, 100 + block, True) for row, block in enumerate(blocks)]
-    slots._written_states = lambda: states  # type: ignore[method-assign]
+    written = WrittenStates(blocks, list(range(len(blocks))), [], [], [100 + block for block in blocks])
+    slots._collect_commit_data = lambda: written  # type: ignore[method-assign]
 
     def commit() -> None:
         slots.slots.remove(blocks)

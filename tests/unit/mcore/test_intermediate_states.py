@@ -113,15 +113,15 @@ def test_collected_scratch_rows_follow_the_kernels_order():
     host.plan(slots, chunks[1], [4, 5, 6])
     host.kv_block_allocator.register(range(1, 7), range(11, 17))
     host.forward(slots, chunks)
-    in_scratch = [(1, 0, 11, True), (2, 1, 12, True), (4, 2, 14, True), (5, 3, 15, True)]
-    assert slots._written_states() == [*in_scratch, (3, 0, 13, False), (6, 1, 16, False)]
+    inner, ends = ([1, 2, 4, 5], [0, 1, 2, 3]), ([3, 6], [0, 1])
+    assert slots._collect_commit_data() == (*inner, *ends, [11, 12, 14, 15, 13, 16])
 
 
 def test_there_is_nothing_to_collect_without_prefills_or_plans():
     host, slots = make()
-    assert slots._written_states() == []
+    assert slots._collect_commit_data() == ([], [], [], [], [])
     host.batch_dimensions.prefill_req_count = 2
-    assert slots._written_states() == []
+    assert slots._collect_commit_data() == ([], [], [], [], [])
 
 
 def test_a_commit_clears_the_rows_of_this_steps_prefills_alone():
@@ -140,6 +140,35 @@ def test_where_slots_are_short_the_first_state_that_was_planned_is_kept():
     host.plan(slots, chunk, [1, 2, 3])
     host.kv_block_allocator.register([1, 2, 3], [11, 12, 13])
     host.forward(slots, [chunk])
+    slots.commit_intermediate_states()
+    assert slots.hash_to_block_id == {11: 1}
+
+
+INTERVALS = CheckpointPlan(prefill_interval=4)
+
+
+def test_the_worth_of_a_boundary_ends_with_its_row():
+    host, slots = make(1, optional={"checkpoint_plan": INTERVALS})
+    host.plan(slots, Chunk(prompt(1, 12), 0, 0, 12), [1, 2, 3])
+    host.plan(slots, Chunk(prompt(2, 3), 0, 0, 3), [4])
+    slots._intermediate_counts_cpu[0] = 1  # by the host, which names no kind
+    slots._intermediate_block_ids_cpu[0, 0] = 1
+    slots._eos_cache_block_id_cpu[0] = 9
+    host.batch_dimensions.prefill_req_count = 1
+    host.mamba_metadata.intermediate_count = 1
+    host.mamba_metadata.per_request_intermediate_counts = [1]
+    host.kv_block_allocator.register([1, 9], [11, 19])
+    slots.commit_intermediate_states()
+    assert slots.hash_to_block_id == {11: 1}
+
+
+def test_a_boundary_of_two_rows_has_the_worth_of_the_worthier():
+    host, slots = make(1, optional={"checkpoint_plan": INTERVALS})
+    chunks = [Chunk(prompt(1, 8), 0, 0, 8), Chunk(prompt(2, 31), 1, 0, 31)]
+    for chunk in chunks:  # 4 is a tail of the first prompt, and an interval of the second, whose tail is 28
+        host.plan(slots, chunk, list(range(1, 9)))
+    host.kv_block_allocator.register(range(1, 9), range(11, 19))
+    host.forward(slots, chunks)
     slots.commit_intermediate_states()
     assert slots.hash_to_block_id == {11: 1}
 

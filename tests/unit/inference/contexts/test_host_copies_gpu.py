@@ -42,7 +42,7 @@ def test_a_slot_may_be_written_as_soon_as_its_state_has_left(device: torch.devic
         assert copies.fetch(slot, place, slot + 1)
         assert torch.equal(memory[place], before[slot])
     torch.cuda.synchronize()
-    assert torch.equal(copies.rows, before.cpu())
+    assert torch.equal(copies.memory, before.cpu())
 
 
 def test_a_state_is_there_before_the_step_that_reads_it_and_behind_the_step_that_read_the_slot(
@@ -65,7 +65,7 @@ def test_a_byte_that_changes_in_host_memory_is_found(device: torch.device) -> No
     copies.store(1, 1, 2)
     torch.cuda.synchronize()
     assert not copies.fetch(0, 3, 2)
-    copies.rows[0, BYTES - 1] ^= 4
+    copies.memory[0, BYTES - 1] ^= 4
     assert not copies.fetch(0, 3, 1)
     assert copies.fetch(1, 3, 2)
 

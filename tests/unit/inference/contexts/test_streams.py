@@ -109,7 +109,7 @@ def tier_traffic(
     runtime = SimpleNamespace(cudaHostUnregister=lambda address: simulator.host((), [rows], "unpin"))
     patches.setattr(host_copies, "_runtime", lambda: runtime)
     copies = HostCopies(4, BYTES, memory.__getitem__, CUDA, files, scrubs)  # type: ignore[arg-type]
-    rows = copies.rows
+    rows = copies.memory
     files.copies = SimpleNamespace(_versions=copies._versions)
     held = HostTier(4, copies, num_files=8, scrubs=scrubs)
     slots = StateSlots(3, "lru", host_tree(), 12, tier=held)

@@ -70,7 +70,7 @@ def test_damaged_bytes_cost_tokens_and_change_none() -> None:
     converse(engine, turns=2)
     copies = tier_of(engine).copies
     assert isinstance(copies, HostCopies)
-    copies.rows[:, 3] ^= 1
+    copies.memory[:, 3] ^= 1
     before = engine.stats().cache.tiers.num_states_fetched
     converse(engine, turns=2)
     stats = engine.stats().cache.tiers
@@ -83,7 +83,7 @@ def test_rows_that_change_places_are_damaged() -> None:
     converse(engine, turns=1)
     tier = tier_of(engine)
     assert isinstance(tier.copies, HostCopies)
-    for values in (tier.copies.rows, tier.copies._sums):  # each row with its own checksum
+    for values in (tier.copies.memory, tier.copies._sums):  # each row with its own checksum
         values.copy_(values.roll(1, 0).clone())
     converse(engine, turns=1)
     assert tier.stats().num_copies_damaged > 0
@@ -375,5 +375,5 @@ def test_copies_are_made_without_a_gradient_or_an_inference_tensor() -> None:
     engine = toy_engine(1, 3)
     copies = tier_of(engine).copies
     assert isinstance(copies, HostCopies)
-    assert not copies.rows.is_inference()
-    assert copies.rows.dtype is torch.uint8
+    assert not copies.memory.is_inference()
+    assert copies.memory.dtype is torch.uint8

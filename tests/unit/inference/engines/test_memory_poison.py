@@ -151,7 +151,7 @@ def test_host_memory_without_a_copy_is_nan() -> None:
         for seed in range(5):
             serve_checked(engine, [random_tokens(20, seed)])
     assert engine.stats().cache.tiers.num_states_fetched
-    rows = tier.copies.rows
+    rows = tier.copies.memory
     held = sorted(set(range(len(rows))) - set(tier.host.free_slots))
     assert held
     assert not rows[held].eq(0xFF).all(dim=1).any()

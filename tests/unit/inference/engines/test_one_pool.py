@@ -89,6 +89,19 @@ def test_pins_keep_no_more_than_the_slots_beside_the_live_ones() -> None:
     engine.pin(prompts[2])
 
 
+def test_a_request_that_finds_no_live_slot_is_refused_by_that_name() -> None:
+    engine = small_engine(num_mamba_slots=1, max_requests=2)
+    slots = engine.context.prefix_cache.slots
+    slots.reserve_slots([-1] * slots.num_slots)  # which the failing step releases
+    request_id = engine.add_request(random_tokens(9, seed=1))
+    with pytest.raises(
+        ms.KVBlockCapacityError, match="1 live slots required, 0 available for request"
+    ) as raised:
+        engine.step()
+    assert (raised.value.request_id, raised.value.required, raised.value.available) == (request_id, 1, 0)
+    assert run_checked(engine)[request_id].finish_reason == "length"
+
+
 def test_without_a_prefix_cache_live_slots_are_a_pool_of_their_own() -> None:
     engine = small_engine(enable_prefix_caching=False)
     engine.add_request(random_tokens(9, seed=1))

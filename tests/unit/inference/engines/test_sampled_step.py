@@ -48,7 +48,9 @@ def step(
     of: DynamicInferenceRequest, start: int, stop: int, drafts: tuple[int, ...] = ()
 ) -> ScheduledRequest:
     nothing: Any = SimpleNamespace(path=None)
-    return ScheduledRequest.of(of, nothing, start, stop, decoding=bool(drafts), drafts=drafts)
+    return ScheduledRequest(
+        nothing.path, of.tokens, start, stop, bool(drafts), drafts=drafts, request=of, allocation=nothing
+    )
 
 
 def sample_step(batch: Sequence[ScheduledRequest], logits: torch.Tensor) -> SampledStep:

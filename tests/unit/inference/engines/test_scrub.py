@@ -201,7 +201,7 @@ def test_rows_of_host_memory_and_files_are_zero_before_they_go(
     assert list(tmp_path.glob("*/*.state"))
     engine.reset_prefix_cache()
     assert_scrubbed(engine)
-    assert not copies.rows.any()
+    assert not copies.memory.any()
     wait_for(copies._files)
     assert not list(tmp_path.glob("*/*.state"))
     assert any(len(text) > 100 for text in last)
@@ -217,14 +217,14 @@ def test_a_failed_copy_leaves_no_bytes_of_the_row_before(
 ) -> None:
     engine, copies = tiered(tmp_path)
     serve(engine, [random_tokens(40, seed) for seed in range(4)])
-    assert copies.rows.any(dim=1).all()
+    assert copies.memory.any(dim=1).all()
 
     def fails(*arguments: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(HostCopies, "_keep", fails)
     serve(engine, [random_tokens(40, seed) for seed in range(4, 9)])
-    assert not copies.rows.any()
+    assert not copies.memory.any()
 
 
 def test_what_a_dead_process_left_is_overwritten_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

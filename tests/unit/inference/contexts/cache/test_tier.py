@@ -177,7 +177,7 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
         slots.commit_slots([slot])
     assert list(tier.host.entries) == [102, 103, 104]
     for block in (2, 3, 4):
-        assert torch.equal(copies.rows[tier.host.entries[block + 100][0]], BooksMachine.content(block))
+        assert torch.equal(copies.memory[tier.host.entries[block + 100][0]], BooksMachine.content(block))
 
 
 def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None:
@@ -189,7 +189,7 @@ def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None
     tier.spill([1], [22])
     tier.host.dirty.scrub()
     assert 22 in tier
-    assert torch.equal(copies.rows[0], states[1])
+    assert torch.equal(copies.memory[0], states[1])
 
 
 def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
@@ -200,7 +200,7 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     slots = StateSlots(1, "lru", host_tree(100), tier=tier)
     for block in (5, 4):
         slots.commit_slots(slots.reserve_slots([block]))
-    copies.rows ^= 1
+    copies.memory ^= 1
     assert slots.fetch_state([4, 5], [104, 105], 1, 1)
     assert not slots.states.slot_of_block
     assert list(tier.host.entries) == [104]
