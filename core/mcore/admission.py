@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..inference.contexts.cache import prefix_match
+from ..inference.contexts.cache import cached_states
+from ..inference.contexts.cache.cached_states import Span
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED
-from ..inference.contexts.cache.prefix_match import Span
 from .host_record import HostRecord, check_lengths, record_of
 from .overrides import is_on_stock, override
 from .versions import DYNAMIC_CONTEXT, DYNAMIC_ENGINE, KV_ALLOCATOR, MHA_METADATA, num_free_blocks
@@ -74,7 +74,7 @@ def compute_spans(context: Any, record: HostRecord, request: Any, match: HostMat
         (d for d in range(matched, len(keys)) if not record.kv_ghosts.has(keys[d], "block")), len(keys)
     )
     depth = match.skip_tokens // size
-    return prefix_match.compute_spans(
+    return cached_states.compute_spans(
         keys, num_resumed=depth, num_reachable=max(depth, min(matched, (length - 1) // size)),
         num_matched=matched, num_seen=seen, num_tokens=length, block_size_tokens=size,
         ghosts=allocator.slots.tree.ghosts,

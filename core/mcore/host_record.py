@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.contexts.cache.ghosts import GhostList
+from ..inference.contexts.cache.block_tree import GhostList
+from ..inference.contexts.cache.cached_states import Span
 from ..inference.contexts.cache.pool_stats import ComputeReason, SlotCounts, StateRemovalCause, Turnover
-from ..inference.contexts.cache.prefix_match import Span
 from ..inference.contexts.request import TokenLedger
 from .versions import INFERENCE_REQUEST
 

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...config import InferenceConfig
+from .cache.cached_states import PrefixMatch
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.prefix_cache import PrefixCache
-from .cache.prefix_match import PrefixMatch
 from .device_memory import DeviceMemory
 from .input_pages import PageTable
 from .pool_sizes import num_live_slots
@@ -87,7 +87,8 @@ class Admission:
         else:
             live = tuple(self._own_slots(row))
             self._scrubber.live.clean(live)
-        self._scrubber.inputs.clean([row])
+        if self._scrubber.inputs.zeroes:
+            self._scrubber.inputs.clean([row])
         self._free_rows.pop()
         path = self._cache.open(
             request.chain, request.plan, self.block_table[row], max_resume_tokens=request.max_resume_tokens,
@@ -108,7 +109,8 @@ class Admission:
         if allocation.pages:
             self.page_table.release(allocation)
         del self._requests[allocation.row]
-        self._scrubber.inputs.note([allocation.row])
+        if self._scrubber.inputs.zeroes:
+            self._scrubber.inputs.note([allocation.row])
         self._free_rows.append(allocation.row)
         return allocation
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
+from .cache.cached_states import PrefixMatch, Span
 from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain
 from .cache.paths import CachedPath, PathStep
 from .cache.pool_stats import COMPUTE_REASONS, ComputeReason
-from .cache.prefix_match import PrefixMatch, Span
 
 
 class TokenView(Sequence[int]):

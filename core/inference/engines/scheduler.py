@@ -6,9 +6,9 @@ from itertools import islice
 
 from ...errors import KVBlockCapacityError, LiveSlotCapacityError
 from ...validation import integers
+from ..contexts.cache.cached_states import PrefixMatch
 from ..contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..contexts.cache.prefix_cache import PrefixCache
-from ..contexts.cache.prefix_match import PrefixMatch
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter

@@ -35,7 +35,7 @@ FAULTS = {
         "fault_01",
         (
             (
-                POLICIES + "prefix_match.py",
+                POLICIES + "cached_states.py",
                 "min(limit, num_tokens - 1) // size",
                 "min(limit, max(0, num_tokens - 2)) // size",
             ),

@@ -5,22 +5,18 @@ blocks and of states, and with the pool of each:
 
     prefix_cache ------- kv_block_allocator -------- block_tree
       |                     |                            |
-    paths, pins          borrowing, memory               |
+    pins                 borrowing, memory               |
       |                     |                            |
-    reservations ------- state_slots --------------- cached_states ---- eviction, value_eviction
+    paths -------------- state_slots --------------- cached_states ---- eviction, value_eviction
 
 prefix_cache         the calls of a sequence
-paths                a sequence: what it holds, what its next step computes and stores
-prefix_match         what of a sequence is cached, and why no more
+paths                a sequence: what it holds, what its next step computes, which slots it reserves
 checkpoint_plan      which boundaries a step stores; imports no other part
-reservations         slots that steps will write, as the eviction policy plans them
 pins                 prefixes that stay until they are unpinned
-block_tree           the index of blocks: who holds them, which continues which, which are evicted next
-cached_states        the index of states: slots, hashes, uses, what changed last; notifies the policy
-ghosts               what is gone under which hash
-leaf_order           which leaf of the tree is evicted next
+block_tree           the index of blocks: who holds and who continues them, which go next, which are gone
+cached_states        the index of states: slots, hashes, uses; what of a sequence is cached, and why no more
 kv_block_allocator   KV blocks: the free list, eviction; checks the arguments of a host
-free_blocks          the free lists of blocks
+free_blocks          the free list of blocks in a memory of units
 state_slots          slots: free, reserved, committed, live; pins; which states are evicted or fetched
 eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value

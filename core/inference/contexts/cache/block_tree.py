@@ -1,11 +1,143 @@
-"""The index of cached KV blocks: registered blocks, their references, and which is evicted next."""
+"""The index of cached KV blocks: their references, which is evicted next, and what was evicted."""
 
+import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from typing import Literal
 
-from .ghosts import GhostList
-from .leaf_order import LeafOrder
 from .pool_stats import KV_REMOVAL_CAUSES, KVRemovalCause, Turnover
+
+GhostKind = Literal["block", "continuation", "state", "refused state"]
+"""What is gone under a prefix hash: its KV block, a block that continued it, its state, or a state for which
+no slot was available."""
+_BITS: dict[GhostKind, int] = {"block": 1, "continuation": 2, "state": 4, "refused state": 8}
+_STATES = _BITS["state"] | _BITS["refused state"]
+
+
+class GhostList:
+    """A bounded map from the hashes of prefixes to the kinds of ghosts under them; O(1) a hash.
+
+    A block that is registered again stays listed as gone. A state is listed until `discard_states` names it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._young: dict[int, int] = {}  # hash -> bits
+        self._old: dict[int, int] = {}  # cleared when the young one has `capacity` hashes
+        self.num_lapses = 0  # how often that was
+
+    def add_all(self, keys: Collection[int], kind: GhostKind) -> None:
+        young, old, bit = self._young, self._old, _BITS[kind]
+        others = ~_STATES if bit & _STATES else -1
+        if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
+            young.update(dict.fromkeys(keys, bit))
+        else:
+            for key in keys:
+                young[key] = (young.get(key) or old.get(key, 0)) & others | bit
+        if len(young) >= self.capacity:
+            self.num_lapses += bool(self._old) or not self.capacity
+            self._old, self._young = (young if self.capacity else {}), {}
+
+    def has(self, key: int, kind: GhostKind) -> bool:
+        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[kind])
+
+    def discard_states(self, keys: Iterable[int]) -> None:
+        """Note that the states under these hashes are there."""
+        for generation in (self._young, self._old):
+            if generation and not generation.keys().isdisjoint(keys):
+                for key in generation.keys() & keys:
+                    generation[key] &= ~_STATES
+                    if not generation[key]:
+                        del generation[key]
+
+    def deepest_state(self, keys: Sequence[int], start: int, stop: int) -> int:
+        """The largest d in (start, stop] where the state under `keys[d - 1]` is gone, else `start`."""
+        young, old = self._young, self._old
+        inside = keys[start:stop][::-1]
+        if not inside or (young.keys().isdisjoint(inside) and old.keys().isdisjoint(inside)):
+            return start
+        gone = ((young.get(key) or old.get(key, 0)) & _STATES for key in inside)
+        return next((stop - i for i, bits in enumerate(gone) if bits), start)
+
+    def clear(self) -> None:
+        self.num_lapses += 1
+        self._young, self._old = {}, {}
+
+    def __len__(self) -> int:
+        return len(self._young.keys() | self._old.keys())
+
+
+LeafEntry = tuple[bool, int, int]
+"""(whether the block holds a state, when it was last used, block); the smallest entry goes first."""
+
+
+class LeafOrder:
+    """The order of eviction of leaves, cached blocks that none continues: stateless ones, then by use."""
+
+    def __init__(
+        self, timestamps: list[int], holds_state: Callable[[int], bool] = lambda block: False
+    ) -> None:
+        """`timestamps`: each block's last use; `holds_state(block)`: whether a prompt can resume there."""
+        self.timestamps = timestamps
+        self.holds_state = holds_state
+        self._heap: list[LeafEntry] = []
+        self._entry_of: dict[int, LeafEntry] = {}  # an entry of the heap counts while it is here
+
+    @property
+    def blocks(self) -> KeysView[int]:
+        """The leaves, as a live view."""
+        return self._entry_of.keys()
+
+    @property
+    def first(self) -> LeafEntry | None:
+        """The entry of the next leaf to go; None without a leaf."""
+        while self._heap:
+            entry = self._heap[0]
+            if self._entry_of.get(entry[2]) is entry:
+                return entry
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> int:
+        """Remove and return the next leaf to go; there is one."""
+        while True:
+            entry = heapq.heappop(self._heap)
+            if self._entry_of.get(entry[2]) is entry:
+                del self._entry_of[entry[2]]
+                return entry[2]
+
+    def push(self, block: int) -> None:
+        """Give a leaf its place in the order; an earlier place of the leaf is void."""
+        self._entry_of[block] = entry = (self.holds_state(block), self.timestamps[block], block)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entry_of) + 64:
+            self._heap = list(self._entry_of.values())
+            heapq.heapify(self._heap)
+
+    def discard(self, block: int) -> None:
+        """Remove a block that is held again, or continued; does nothing for a block without a place."""
+        self._entry_of.pop(block, None)
+
+    def note_states_changed(self, blocks: Iterable[int]) -> None:
+        """Give the leaves among these blocks new places: the blocks gained or lost a state."""
+        entry_of = self._entry_of
+        if entry_of and not entry_of.keys().isdisjoint(blocks):
+            for block in blocks:
+                if block in entry_of:
+                    self.push(block)
+
+    def clear(self) -> None:
+        self._heap.clear()
+        self._entry_of.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a leaf's entry is missing from the heap or is of another time."""
+        entries = set(map(id, self._heap))
+        for block, entry in self._entry_of.items():
+            assert id(entry) in entries, "an evictable leaf is not in the heap"
+            expected = (self.holds_state(block), self.timestamps[block], block)
+            assert entry == expected, "a leaf has the entry of another time, or of another state"
+
 
 Parent = int | bytes
 """What precedes a registered block: the block before it, or the root digest of a prefix's first block."""

@@ -10,6 +10,7 @@ class DirtyEntries:
 
     def __init__(self, zero: Zero | None = None) -> None:
         """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
+        self.zeroes = zero is not None  # callers that free and allocate often ask this first
         self._zero = zero
         self._entries: set[int] = set()
 

@@ -1,21 +1,7 @@
-"""The free lists of KV blocks."""
+"""The free list of KV blocks in a memory of units."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-
-
-class BlockStack(list[int]):
-    """A stack: the block freed last is allocated first."""
-
-    def reset(self, free: list[int]) -> None:
-        """These blocks are free now, and no others; the last one is allocated first."""
-        self[:] = free
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        cut = len(self) - num_blocks
-        blocks = self[cut:][::-1]
-        del self[cut:]
-        return blocks
 
 
 class BlocksByUnit:
@@ -83,6 +69,3 @@ class BlocksByUnit:
             assert all(len(self._of_unit[unit]) == count for unit in units), "a unit's count of blocks is off"
         assert sum(map(len, self._units_with)) == len(self._of_unit), "a unit is counted nowhere, or twice"
         assert len(list(self)) == self._num_free, "the count of free blocks is off"
-
-
-FreeBlocks = BlockStack | BlocksByUnit

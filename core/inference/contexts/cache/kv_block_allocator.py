@@ -10,7 +10,7 @@ from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
 from .block_tree import BlockTree, Parent
 from .cleaning import DirtyEntries
-from .free_blocks import BlocksByUnit, BlockStack, FreeBlocks
+from .free_blocks import BlocksByUnit
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
 from .state_slots import StateSlots
@@ -27,6 +27,20 @@ class BlockBorrower(Protocol):
     def num_blocks_to_borrow(self, pinned: Sequence[int] | None = None) -> int: ...
 
     def borrow_blocks(self, num_blocks: int) -> None: ...
+
+
+class BlockStack(list[int]):
+    """A stack: the block freed last is allocated first."""
+
+    def reset(self, free: list[int]) -> None:
+        """These blocks are free now, and no others; the last one is allocated first."""
+        self[:] = free
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        cut = len(self) - num_blocks
+        blocks = self[cut:][::-1]
+        del self[cut:]
+        return blocks
 
 
 class KVBlockAllocator:
@@ -74,7 +88,7 @@ class KVBlockAllocator:
         self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
-        self.free_blocks: FreeBlocks = (
+        self.free_blocks: BlockStack | BlocksByUnit = (
             BlocksByUnit(self.total_count, units.blocks_per_unit) if units else BlockStack()
         )
         self._clear_references()
@@ -94,7 +108,8 @@ class KVBlockAllocator:
         self._dirty.note(free)
 
     def _add_free(self, blocks: list[int]) -> None:
-        self._dirty.note(blocks)
+        if self._dirty.zeroes:
+            self._dirty.note(blocks)
         self.free_blocks.extend(blocks)
 
     @property
@@ -153,7 +168,8 @@ class KVBlockAllocator:
         if missing > 0:
             self.evict_lru_blocks(missing)
         blocks = self.free_blocks.allocate(num_blocks)
-        self._dirty.clean(blocks)
+        if self._dirty.zeroes:
+            self._dirty.clean(blocks)
         self.tree.set_references(blocks, 1)
         return blocks
 

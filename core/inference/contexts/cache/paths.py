@@ -1,14 +1,15 @@
-"""One sequence in the cache: what it holds, and what its next step computes and stores."""
+"""One sequence in the cache: what it holds, and what its next step computes and stores in which slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoint_plan import Boundary, CheckpointPlan
+from .checkpoint_plan import KINDS_BY_WORTH, Boundary, CheckpointPlan
 from .hashing import PrefixHashChain
+from .state_slots import StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
 
@@ -111,3 +112,166 @@ class PathStep:
             boundaries=tuple(boundary for boundary in self.boundaries if boundary.position <= stop),
             destinations={p: slot for p, slot in self.destinations.items() if p <= stop},
         )
+
+
+class PlannedState(NamedTuple):
+    """A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
+
+    keys: Sequence[int]
+    depth: int
+    kind: str
+    request: int
+
+    @classmethod
+    def of(cls, step: PathStep, boundary: Boundary, key: int) -> "PlannedState":
+        """The state of a step at a boundary, where the prefix has the hash `key`."""
+        keys, depth = step.path.chain.keys, boundary.position // step.path.chain.block_size_tokens
+        keys = keys if step.knows(boundary) else [*keys[: depth - 1], key]
+        return cls(keys, depth, boundary.kind, step.path.policy_ticket)
+
+    @property
+    def key(self) -> int:
+        return self.keys[self.depth - 1]
+
+
+class Reservations:
+    """The reserved slots of steps. The eviction policy weighs each planned state against the cached ones.
+
+    A decode whose last token only the device knows plans its state under a hash of no prefix, until `expect`.
+    """
+
+    def __init__(self, slots: StateSlots) -> None:
+        self._slots, self._policy = slots, slots.policy
+        self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
+        self._unknown: set[int] = set()  # planned hashes of no prefix
+
+    def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
+        """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
+        slots, states = self._slots, self._slots.states
+        certain: dict[int, tuple[S, Boundary]] = {}  # by hash
+        guessed: dict[int, tuple[S, Boundary]] = {}
+        for step in steps:
+            for boundary in step.boundaries:
+                key = step.key_at(boundary.position)
+                if key not in states.block_of_key:
+                    is_draft = step.drafts and boundary.position > len(step.sequence)
+                    (guessed if is_draft else certain).setdefault(key, (step, boundary))
+        if not (certain or guessed):
+            return list(steps)
+        by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
+        wanted = by_worth
+        if max_inner_states is not None:
+            inner = [key for key in by_worth if _is_inner(*certain[key])]
+            beyond = set(inner[max_inner_states:])
+            wanted = [key for key in by_worth if key not in beyond]
+        if not self._policy.refuses:
+            decoding = [certain[key][0].path for key in wanted if certain[key][1].kind == "decode"]
+            slots.remove_rolling_states(decoding, len(wanted))
+        unknown = {key for key in wanted if not certain[key][0].knows(certain[key][1])}
+        chosen = self.plan([PlannedState.of(*certain[key], key) for key in wanted], unknown)
+        passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
+        states.note_refused([key for key in by_worth if key not in passed])
+        # States of drafts evict nothing, because the drafts may be wrong.
+        num_free = len(slots.free_slots) - len(chosen)
+        chosen += [key for key in guessed if key not in certain][:num_free]
+        places = [certain.get(key) or guessed[key] for key in chosen]
+        blocks = [step.block_at(boundary.position) for step, boundary in places]
+        destinations: dict[int, dict[int, int]] = {id(step): {} for step, _ in places}
+        for (step, boundary), slot in zip(places, self.reserve_planned(blocks, chosen), strict=True):
+            destinations[id(step)][boundary.position] = slot
+        return [
+            replace(step, destinations=destinations[id(step)]) if id(step) in destinations else step
+            for step in steps
+        ]
+
+    def plan(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
+        """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""
+        policy, slots = self._policy, self._slots
+        self._unknown.update(unknown)
+        for state in planned:
+            policy.insert_planned(*state)
+        wanted = dict.fromkeys(state.key for state in planned)
+        while len(wanted) > len(slots.free_slots):
+            slot, key = policy.least_valuable(lambda slot: slot not in slots.pins, wanted)
+            if slot >= 0:
+                slots.evict_slots(slots.checked_victims([slot], 1, slots.pins))
+            else:
+                key = key if key in wanted else next(reversed(wanted))
+                self._remove_planned(key)
+                del wanted[key]
+        return list(wanted)
+
+    def reserve_planned(self, blocks: Sequence[int], keys: Sequence[int]) -> list[int]:
+        """Reserve slots for the states of these blocks, which `plan` chose, or which are guesses."""
+        slots = self._slots.reserve_slots(blocks)
+        self._planned.update(zip(slots, keys, strict=True))
+        return slots
+
+    def note_refused(self, state: PlannedState) -> None:
+        """Remember the demand for a state that got no slot while its token was unknown."""
+        if state.key not in self._planned.values():
+            self._policy.insert_planned(*state)
+            self._policy.remove_planned(state.key)
+            self._slots.states.note_refused([state.key])
+
+    def expect(self, slot: int, state: PlannedState) -> None:
+        """Expect this state, whose tokens may have been unknown, in a reserved slot."""
+        self._policy.insert_planned(*state)
+        planned = self._planned.get(slot, state.key)
+        if planned != state.key:
+            self._remove_planned(planned)
+            self._planned[slot] = state.key
+
+    def commit(self, slot: int, block: int) -> int:
+        """Make a written slot findable as the block's state; returns the slot with that state now, or -1."""
+        key, planned = self._slots.tree.key_of(block), self._planned.get(slot, -1)
+        if key > 0 and planned not in (key, -1):
+            raise ValueError(
+                f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
+                f"of hash {planned}, whose state the slot is reserved for"
+            )
+        self._planned.pop(slot, None)
+        (committed,) = self._slots.commit_slots([slot], [block])
+        if committed != slot and planned >= 0:
+            self._policy.remove_planned(planned)
+        return committed
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Free reserved slots without committing them."""
+        for slot in slots:
+            self._slots.release([slot])
+            if slot in self._planned:
+                self._remove_planned(self._planned.pop(slot))
+
+    def abort(self) -> None:
+        """Free all reserved slots that are not pinned."""
+        for key in self._unknown:
+            self._policy.discard_planned(key)
+        self.clear()
+        self._policy.remove_planned(None)  # also what an interrupted `plan` planned
+        self._slots.release()
+
+    def clear(self) -> None:
+        """Expect no state any more; the caller clears slots and policy."""
+        self._planned.clear()
+        self._unknown.clear()
+
+    def _remove_planned(self, key: int) -> None:
+        if key in self._unknown:
+            self._unknown.remove(key)
+            self._policy.discard_planned(key)
+        else:
+            self._policy.remove_planned(key)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a state is expected in a slot that is not reserved for it."""
+        reserved, tree = self._slots.reserved, self._slots.tree
+        assert self._planned.keys() <= reserved.keys(), "a state is planned for a slot that is not reserved"
+        for slot, planned in self._planned.items():
+            key = tree.key_of(reserved[slot]) if reserved[slot] >= 0 else -1
+            assert key in (planned, -1), "a slot is reserved for another prefix's block"
+
+
+def _is_inner(step: PathStep, boundary: Boundary) -> bool:
+    """Whether a prefill passes the boundary, so that only kernels that store states inside one keep it."""
+    return not step.decoding and boundary.position < step.stop

@@ -9,17 +9,16 @@ from dataclasses import replace
 from ....validation import INT32_MAX, boolean, integer
 from .block_tree import BlockTree
 from .borrowing import Borrowing
+from .cached_states import PrefixMatch, Span, updated_match
 from .checkpoint_plan import CheckpointPlan
 from .cleaning import MemoryCleaner
 from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits
-from .paths import CachedPath, PathStep, TableRow
+from .paths import CachedPath, PathStep, PlannedState, Reservations, TableRow
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
-from .prefix_match import PrefixMatch, Span, updated_match
-from .reservations import PlannedState, Reservations
 from .state_slots import StateSlots
 from .tier import HostTier
 

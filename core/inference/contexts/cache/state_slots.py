@@ -323,7 +323,8 @@ class StateSlots:
                 raise MambaSlotCapacityError(num_slots, error.available + num_free) from None
         cut = len(self.free_slots) - num_slots
         taken = self.free_slots[cut:]
-        self._dirty.clean(taken)
+        if self._dirty.zeroes:
+            self._dirty.clean(taken)
         del self.free_slots[cut:]
         return taken
 
@@ -336,7 +337,8 @@ class StateSlots:
         states.remove([states.block_of(slot) for slot in slots], cause)
 
     def _add_free(self, slots: Sequence[int]) -> None:
-        self._dirty.note(slots)
+        if self._dirty.zeroes:
+            self._dirty.note(slots)
         self.free_slots.extend(slots)
 
     def check_integrity(self) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.leaf_order import LeafOrder
+from mambaslots.inference.contexts.cache.block_tree import LeafOrder
 
 
 def no_parent(block):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache import prefix_match
 from mambaslots.inference.contexts.cache.block_tree import BlockTree
+from mambaslots.inference.contexts.cache.cached_states import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, best_shared_depth
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
-from mambaslots.inference.contexts.cache.prefix_match import PrefixMatch, compute_spans
 from oracle.kv_index import eviction_order
 
 SIZE = 2

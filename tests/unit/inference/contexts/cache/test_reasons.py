@@ -4,9 +4,9 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.cache.ghosts import GhostList
+from mambaslots.inference.contexts.cache.block_tree import GhostList
+from mambaslots.inference.contexts.cache.cached_states import Span, compute_spans
 from mambaslots.inference.contexts.cache.pool_stats import COMPUTE_REASONS
-from mambaslots.inference.contexts.cache.prefix_match import Span, compute_spans
 from mambaslots.inference.contexts.request import TokenLedger
 
 

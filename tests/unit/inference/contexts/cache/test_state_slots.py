@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.inference.contexts.cache.eviction import LRUEviction
-from mambaslots.inference.contexts.cache.reservations import PlannedState, Reservations
+from mambaslots.inference.contexts.cache.paths import PlannedState, Reservations
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from oracle.kv_index import eviction_order, host_tree
 
