@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from mambaslots.inference.kernels.kernel_set import kernel_set
-from mambaslots.vllm.align_host import kernels_for
+from mambaslots.vllm import align_kernels, align_reference
 from mambaslots.vllm.align_reference import AlignLayout, AlignState
 from mambaslots.vllm.align_rule import advance, save_boundary
 from state_movement import Device
@@ -119,7 +119,7 @@ class Window:
         states = [AlignState(layer, HISTORY + DRAFTS) for layer in self.conv]
         states += [AlignState(layer, 0) for layer in self.ssm]
         self.layout = AlignLayout.from_tensors(states, [self.table], conv_dim_first=True)
-        self.kernels = kernels_for(self.device)
+        self.kernels = align_kernels if self.device.type == "cuda" else align_reference
 
     def numbers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

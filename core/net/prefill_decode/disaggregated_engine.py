@@ -147,7 +147,7 @@ class DisaggregatedEngine(AsyncEngine):
 
     async def _prepare(self, arguments: dict[str, Any]) -> None:
         """Import the prefix of a long prompt, or find that it will not come."""
-        request = self._engine.factory.new_request(**arguments)
+        request = self._engine.factory.new_request("prompt", **arguments)
         arguments |= {
             "prompt": request.tokens,
             "sampling_params": request.sampling,
