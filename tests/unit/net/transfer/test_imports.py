@@ -684,7 +684,8 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
     target = engine_of()
     serve(target, PROMPTS[:2], SALTS[:2])
     slots, calls = target.context.prefix_cache.slots, []
-    real = getattr(slots, method)
+    owner = slots.states if method == "note_use" else slots
+    real = getattr(owner, method)
 
     def failing(*arguments: Any) -> Any:
         if len(calls) == after:
@@ -692,7 +693,7 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
         calls.append(None)
         return real(*arguments)
 
-    monkeypatch.setattr(slots, method, failing)
+    monkeypatch.setattr(owner, method, failing)
     with pytest.raises(RuntimeError, match="broken"):
         import_prefixes(target, export_prefixes(source))
     monkeypatch.undo()

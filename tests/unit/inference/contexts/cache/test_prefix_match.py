@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mambaslots.inference.contexts.cache import prefix_match
+from mambaslots.inference.contexts.cache import cached_states
 from mambaslots.inference.contexts.cache.block_tree import BlockTree
 from mambaslots.inference.contexts.cache.cached_states import PrefixMatch, compute_spans
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan, best_shared_depth
@@ -149,7 +149,7 @@ def span_calls(monkeypatch):
         calls.append(args)
         return compute_spans(*args, **kwargs)
 
-    monkeypatch.setattr(prefix_match, "compute_spans", counting)
+    monkeypatch.setattr(cached_states, "compute_spans", counting)
     return calls
 
 
