@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from .devices import on_device_of
 from .validation import boolean, instance, refused
 
-_LOOK_S = 0.25
+_POLL_INTERVAL_S = 0.25
 """So often a thread that waits in a collective of gloo looks whether the groups were aborted."""
 _ABORT_S = 10.0
 """So long `renew` waits for the end of an abort: then memory is freed, which must not happen in a capture."""
@@ -257,7 +257,7 @@ class ParallelGroups:
     def _await_work(self, work: Any) -> None:
         while not work.is_completed():
             try:
-                work.wait(timedelta(seconds=_LOOK_S))
+                work.wait(timedelta(seconds=_POLL_INTERVAL_S))
             except RuntimeError:  # also of the wait alone
                 self.check_not_aborted()
         work.wait()
@@ -278,7 +278,7 @@ class ParallelGroups:
         thread = threading.Thread(target=run, name="collective", daemon=True)
         _waiting[thread] = group
         thread.start()
-        while not ended.wait(_LOOK_S):
+        while not ended.wait(_POLL_INTERVAL_S):
             self.check_not_aborted()
         if errors:
             raise errors[0]
@@ -301,7 +301,7 @@ def _end_waits(of: ProcessGroup | None = None) -> None:
             with suppress(RuntimeError):  # a message that is late ends all that the group waits for
                 late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0)
                 late.wait(timedelta(milliseconds=1))
-            thread.join(_LOOK_S)
+            thread.join(_POLL_INTERVAL_S)
 
 
 def _devices(group: ProcessGroup) -> str:

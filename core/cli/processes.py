@@ -30,7 +30,7 @@ from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
 _SUFFIXES = (".safetensors", ".bin", ".json")
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _ENDING_S = 5.0
 """Requests have so long to end with an error once a rank is lost, and then a report has so long."""
 
@@ -141,7 +141,7 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
 def _end_when_lost(engine: LeadingEngine) -> None:
     """Once a rank is lost, end the server, and 5 s later the process: torchrun then ends the other ranks."""
     while True:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
         try:
             engine.check_ranks()
         except RankDiedError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
@@ -15,7 +16,9 @@ from ..errors import NoReplicaError
 from .known_replicas import KnownReplicas
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError
 
-_LOOK_S = 1.0
+logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 1.0
 """Between two looks whether a replica that sends nothing is silent."""
 
 
@@ -57,7 +60,7 @@ class ReplicaCalls:
         """The next part, or None after the last; ReplicaLostError where the replica is silent."""
         waiting = asyncio.ensure_future(anext(reading, None))
         try:
-            while not (await asyncio.wait((waiting,), timeout=_LOOK_S))[0]:
+            while not (await asyncio.wait((waiting,), timeout=_POLL_INTERVAL_S))[0]:
                 replica = self._known.replica_of(request_id)
                 if self._known.is_silent(replica):
                     raise ReplicaLostError(f"replica {replica} answers nothing, not even whether it is there")
@@ -81,7 +84,14 @@ async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *ar
     done, late = await asyncio.wait(tasks, timeout=timeout_s)
     for task in late:
         task.cancel()
-    return [task.result() for task in tasks if task in done and not task.cancelled() and not task.exception()]
+    answers = []
+    for task in tasks:
+        error = None if task.cancelled() or task in late else task.exception()
+        if error is not None and not isinstance(error, RayError):
+            logger.warning("mambaslots: no answer to %r: %s: %s", method, type(error).__name__, error)
+        if task in done and not task.cancelled() and error is None:
+            answers.append(task.result())
+    return answers
 
 
 def _last_line(error: Exception) -> str:

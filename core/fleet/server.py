@@ -163,7 +163,7 @@ def _common_options(settings: FleetSettings) -> dict[str, Any]:
     }
 
 
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _LOOK_AT_RAY_S = 5.0
 _KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _BEYOND_DRAIN_S = 10.0
@@ -209,7 +209,7 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
         print(f"mambaslots serves {server.model_name} at {address} with {_number(settings)}", flush=True)
         looked_s = time.monotonic()
         while not signals:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
             if time.monotonic() - looked_s > _LOOK_AT_RAY_S:
                 looked_s = time.monotonic()
                 try:
@@ -223,7 +223,7 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
         deadline = time.monotonic() + server.drain_timeout_s + _BEYOND_DRAIN_S
         while len(signals) < 2 and time.monotonic() < deadline:
             try:
-                ends = draining.results(timeout_s=_LOOK_S, return_exceptions=True)
+                ends = draining.results(timeout_s=_POLL_INTERVAL_S, return_exceptions=True)
             except TimeoutError:
                 continue
             if not any(isinstance(end, TimeoutError) for end in ends):

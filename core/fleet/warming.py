@@ -30,7 +30,7 @@ STATES_PER_ROUND = 32
 _MEET_S = 5.0
 _LONGEST_ROUND_S = 10.0
 _LOOKS_FOR_DONORS = 3
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 """A new handle learns from Ray only after a moment which replicas there are."""
 
 
@@ -60,7 +60,7 @@ async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEn
             "mambaslots: %s took over %d states, %.1f s after it began to ask",
             replica, num_states, loop.time() - begun_s,
         )  # fmt: skip
-    except (RayError, RayServeException, RuntimeError, TimeoutError, OSError) as error:
+    except (RayError, RayServeException, RuntimeError, TimeoutError, ValueError, OSError) as error:
         logger.warning("mambaslots: replica %s was not warmed to the end: %s", replica, error)
 
 
@@ -74,7 +74,7 @@ async def _donor(application: str) -> Any:
         if statuses:
             num_states, name = max((status.num_states, status.replica) for status in statuses)
             return known.replicas.get(name) if num_states else None
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
     return None
 
 

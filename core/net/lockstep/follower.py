@@ -14,7 +14,7 @@ from ..channel import Address, Link, PeerLostError, host_name
 from .messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
 
 _MEETING_S = 60.0
-_LOOK_S = 0.5
+_POLL_INTERVAL_S = 0.5
 WATCH_S = 0.25
 """So often a rank looks for messages while it makes a call."""
 
@@ -89,7 +89,7 @@ class _Calls:
         """Wait for the next call; PeerLostError where rank 0 is lost."""
         while True:
             with self._lock:
-                if self._received or (self._receive(_LOOK_S) and self._received):
+                if self._received or (self._receive(_POLL_INTERVAL_S) and self._received):
                     return self._received.popleft()
 
     def answer(self, message: Outcome | Failure) -> None:
@@ -103,7 +103,7 @@ class _Calls:
             with self._lock:
                 if any(isinstance(message, Lost) for message in self._received):
                     return
-                self._receive(_LOOK_S)
+                self._receive(_POLL_INTERVAL_S)
 
     def close(self) -> None:
         self._closed.set()

@@ -14,7 +14,7 @@ from .follower import WATCH_S
 from .messages import Abort, Close, Failure, Hello, Lost, Outcome
 
 _CLOSING_S = 5.0
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _END_S = 5.0
 """A rank may be inside a function of all ranks for so long after another rank failed in it."""
 
@@ -133,7 +133,7 @@ class RankConnections:
         deadline = time.monotonic() + timeout_s
         while not self._gone.issuperset(self._missing()):
             remaining_s = deadline - time.monotonic()
-            if not self._receive(max(0.0, min(_LOOK_S, remaining_s))):
+            if not self._receive(max(0.0, min(_POLL_INTERVAL_S, remaining_s))):
                 self._note_losses()
                 if remaining_s <= 0:
                     return

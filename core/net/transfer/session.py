@@ -28,7 +28,7 @@ from .shard import sources_for
 
 GRACE_S = 1.0
 """How long after the deadline a call still waits for its thread, which can say what failed."""
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _ABSENT = "-"  # never the value of a key
 _SPIN_S = 0.01
 _leaked: list[Any] = []  # staging that a pipe may still write to: it is never used again
@@ -73,7 +73,7 @@ class Session[Key](ABC):
         began = time.monotonic()
         while not condition():
             self.check_time()
-            self.pump(peer, 0.0 if over_nccl else min(_LOOK_S, max(0.0, self.remaining_s())))
+            self.pump(peer, 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s())))
             if over_nccl:
                 time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
             peer.check_not_refused()
@@ -240,7 +240,7 @@ class Source(Session[Address]):
                 continue
             for peer in set(self.peers.values()) - answers.keys():
                 try:
-                    self.pump(peer, _LOOK_S / len(self.peers))
+                    self.pump(peer, _POLL_INTERVAL_S / len(self.peers))
                 except PeerLostError as error:
                     if answers or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
@@ -291,7 +291,7 @@ class Destination(Session[bytes]):
         self._take_messages(0.0)
         while (missing := self._missing_rank()) is not None:
             self.check_time(f"rank {missing} of the source")
-            self._take_messages(min(_LOOK_S, max(0.0, self.remaining_s())))
+            self._take_messages(min(_POLL_INTERVAL_S, max(0.0, self.remaining_s())))
         newest = [self._offers.pop(rank) for rank in range(self._offers[0][1].ranks)]
         offers = []
         for peer, offer in newest:
@@ -358,7 +358,11 @@ class Destination(Session[bytes]):
 
     def pump(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
-        if time.monotonic() - self._looked >= _LOOK_S and not peer.inbox and not peer.messages.arrived:
+        if (
+            time.monotonic() - self._looked >= _POLL_INTERVAL_S
+            and not peer.inbox
+            and not peer.messages.arrived
+        ):
             self._looked = time.monotonic()
             if not peer.is_connected():
                 self._take_messages(0.0)

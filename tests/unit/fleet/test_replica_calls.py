@@ -171,7 +171,7 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
     """A replica that is busy answers questions; and where no replica answers, none is better."""
     from mambaslots.fleet import calls
 
-    monkeypatch.setattr(calls, "_LOOK_S", 0.02)
+    monkeypatch.setattr(calls, "_POLL_INTERVAL_S", 0.02)
     now = [0.0]
     known = KnownReplicas(lambda: now[0])
     known.set_replicas({"a": None, "b": None})

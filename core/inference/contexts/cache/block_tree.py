@@ -41,7 +41,7 @@ class GhostList:
     def has(self, key: int, kind: GhostKind) -> bool:
         return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[kind])
 
-    def discard_states(self, keys: Iterable[int]) -> None:
+    def discard_states(self, keys: Collection[int]) -> None:
         """Note that the states under these hashes are there."""
         for generation in (self._young, self._old):
             if generation and not generation.keys().isdisjoint(keys):
@@ -118,7 +118,7 @@ class LeafOrder:
         """Remove a block that is held again, or continued; does nothing for a block without a place."""
         self._entry_of.pop(block, None)
 
-    def note_states_changed(self, blocks: Iterable[int]) -> None:
+    def note_states_changed(self, blocks: Collection[int]) -> None:
         """Give the leaves among these blocks new places: the blocks gained or lost a state."""
         entry_of = self._entry_of
         if entry_of and not entry_of.keys().isdisjoint(blocks):
