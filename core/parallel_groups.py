@@ -299,7 +299,7 @@ def _end_waits(of: ProcessGroup | None = None) -> None:
     for thread, group in list(_waiting.items()):
         if of in (None, group) and thread.is_alive():  # not in a fork, which has no such thread
             with suppress(RuntimeError):  # a message that is late ends all that the group waits for
-                late = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0)
+                late = group.recv([torch.empty(1, device="cpu")], (group.rank() + 1) % group.size(), 0)
                 late.wait(timedelta(milliseconds=1))
             thread.join(_POLL_INTERVAL_S)
 

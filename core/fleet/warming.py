@@ -49,10 +49,11 @@ async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEn
             for keys in batched(await answer_of(donor, "recent_states"), STATES_PER_ROUND):
                 seconds = max(0.1, min(deadline - loop.time(), _LONGEST_ROUND_S))
                 meeting = host, store.port, f"{replica}-{secrets.token_hex(4)}", seconds
-                report, _ = await asyncio.gather(
-                    engine.call(on_all_ranks(receive_states, *meeting)),
-                    answer_of(donor, "hand_over", *meeting, list(keys)),
-                )
+                receiving = asyncio.ensure_future(engine.call(on_all_ranks(receive_states, *meeting)))
+                try:
+                    await answer_of(donor, "hand_over", *meeting, list(keys))
+                finally:  # the engine makes no step while it receives
+                    report = await receiving
                 num_states += report.imported.states
                 if report.failure:
                     break

@@ -87,6 +87,10 @@ class AttentionForward:
             query, gate = query.chunk(2, dim=-1)
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
+        if position_embeddings is None and self._head_norms:
+            raise ValueError(
+                f"position_embeddings of {type(module).__name__} is None; accepted: cosines and sines"
+            )
         if position_embeddings is not None:
             cos, sin = (angles[0] for angles in position_embeddings)
             of_query, of_key = [getattr(module, name).weight for name in self._head_norms] or (None, None)
