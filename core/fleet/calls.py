@@ -81,16 +81,18 @@ async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *ar
     tasks = [asyncio.ensure_future(answer_of(replica, method, *arguments)) for replica in replicas]
     if not tasks:
         return []
-    done, late = await asyncio.wait(tasks, timeout=timeout_s)
+    _, late = await asyncio.wait(tasks, timeout=timeout_s)
     for task in late:
         task.cancel()
     answers = []
     for task in tasks:
-        error = None if task.cancelled() or task in late else task.exception()
-        if error is not None and not isinstance(error, RayError):
-            logger.warning("mambaslots: no answer to %r: %s: %s", method, type(error).__name__, error)
-        if task in done and not task.cancelled() and error is None:
+        if task in late or task.cancelled():
+            continue
+        error = task.exception()
+        if error is None:
             answers.append(task.result())
+        elif not isinstance(error, RayError):
+            logger.warning("mambaslots: no answer to %r: %s: %s", method, type(error).__name__, error)
     return answers
 
 

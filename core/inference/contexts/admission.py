@@ -232,7 +232,8 @@ class Admission:
 
     def can_decode(self, allocations: Iterable[Allocation]) -> bool:
         """Whether there are blocks and pages for one more token of all these decodes; evicts nothing."""
-        num_blocks = sum(sum(self._missing(allocation)) for allocation in allocations)
+        missing = map(self._missing, allocations)
+        num_blocks = sum(needs_block + num_pages for needs_block, num_pages in missing)
         return not num_blocks or self._cache.kv_blocks.is_memory_available(num_blocks)
 
     def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:

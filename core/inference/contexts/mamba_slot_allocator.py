@@ -421,7 +421,8 @@ class MambaSlotAllocator:
             findable = key > 0 and states.block_of_key.get(key, block) == block
             if findable and block not in reserved and block not in states.slot_of_block:
                 keys[block] = key
-        inner, ends = ({block: of[block] for block in of if block in keys} for of in (inner, ends))
+        inner = {block: offset for block, offset in inner.items() if block in keys}
+        ends = {block: row for block, row in ends.items() if block in keys}
         return [*inner], [*inner.values()], [*ends], [*ends.values()], [*keys.values()]
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
