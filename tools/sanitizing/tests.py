@@ -6,6 +6,7 @@ python tools/sanitizing/tests.py SECONDS [--share=K/N] [--float32-products] [arg
 `--float32-products`: what torch multiplies in 16 bits and sums in float32 is multiplied in float32.
 """
 
+import functools
 import sys
 import time
 from typing import Any
@@ -45,6 +46,7 @@ def multiply_in_float32() -> None:
 
 
 def _in_float32(multiply: Any) -> Any:
+    @functools.wraps(multiply)  # inductor registers both by their names
     def product(*operands: Any, out_dtype: torch.dtype | None = None, **others: Any) -> Any:
         if out_dtype is None:
             return multiply(*operands, **others)
