@@ -213,7 +213,7 @@ def board() -> str:
 
 
 def table() -> str:
-    rows = [("mambaslots_build_info", "`version`, `model`", "what is served, and by which version")]
+    rows = [("mambaslots_build_info", "`version`, `model`", "always 1; its labels name version and model")]
     rows += [
         (metric(figure), f"`{figure.label}`" if figure.label else "", figure.help) for figure in ALL.values()
     ]

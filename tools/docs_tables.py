@@ -293,10 +293,10 @@ def picture() -> str:
     return paragraph(f"""
         Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
         {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
-        commit {peers["commit"]}. Both: bfloat16, random weights, 12 users with 4 turns each. Right: replayed
-        traces; the bars "vLLM's rules" and "SGLang's rules" are our implementations of these caches.
-        [The comparison](benchmarks/README.md#compared-with-vllm) has the commands and all rows, also those in
-        which vLLM is faster.""")
+        commit {peers["commit"]}. Left and middle: bfloat16, random weights, 12 users with 4 turns each.
+        Right: replayed traces of requests; "vLLM's rules" and "SGLang's rules" are our implementations of the
+        caches of vLLM and SGLang. [The comparison with vLLM](benchmarks/README.md#compared-with-vllm) has the
+        commands and all figures, also those in which vLLM is faster.""")
 
 
 def demo() -> str:
@@ -330,18 +330,20 @@ def readme() -> str:
     rows = [
         [
             "Evicts the state whose loss costs the fewest recomputed tokens",
-            f"{shared['ours']} of chat tokens resumed in 22 GB; vLLM's rules: {shared['vllm']}, "
-            f"SGLang's: {shared['sglang']}",
+            f"prompt tokens resumed in a chat trace, with 22 GB for states and KV: {shared['ours']}; "
+            f"vLLM's rules: {shared['vllm']}; SGLang's rules: {shared['sglang']}",
             "`python benchmarks/replay/rows.py`",
         ],
         [
             "Resumes the next turn of a conversation at the last block of the previous answer",
-            f"time to the first token of a turn: {first['mambaslots']} ms; vLLM 0.26: {first['vllm']} ms",
+            f"mean time to the first token, Nemotron-H-8B: {first['mambaslots']} ms; "
+            f"vLLM 0.26: {first['vllm']} ms",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
-            f"{same} of 24 answers of Qwen3.5-4B equal; vLLM 0.26 refuses VLLM_BATCH_INVARIANT for it",
+            f"equal answers of Qwen3.5-4B: {same} of 24; "
+            "vLLM 0.26 refuses VLLM_BATCH_INVARIANT for this model",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
@@ -351,14 +353,14 @@ def readme() -> str:
         ],
         [
             "Keeps evicted states in host memory",
-            f"GPU memory for a tenth of the states: {100 * tier['tier']['share']:.0f} % of the tokens "
-            "that an unlimited cache resumes; without host memory: "
-            f"{100 * tier['a tenth']['share']:.0f} %",
+            "resumed tokens with GPU memory for a tenth of the states, in % of an unlimited cache's: "
+            f"{100 * tier['tier']['share']:.0f} %; "
+            f"without host memory: {100 * tier['a tenth']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
         [
             "Stores states as int8",
-            f"{more:.1f} times as many states per GB as in float32",
+            f"{more:.1f} times as many states per GB as float32",
             "`python benchmarks/encoded_states.py`",
         ],
         [
