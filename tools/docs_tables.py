@@ -69,14 +69,14 @@ def gpu() -> str:
         return [number(models[names[0]]["conversations"][cache][key]), "", ""]
 
     rows = [
-        *([f"first token of a prompt of {tokens:,}, ms", *prefill(tokens)] for tokens in (4096, 16384)),
+        *([f"first token of a prompt of {size:,} tokens, ms", *prefill(size)] for size in (4096, 16384)),
         *([f"{described(f'decode of {count} at 3,000')}, ms", *decode(count)] for count in (1, 8, 32, 128)),
         [
-            "12 users, 4 turns, no cache: mean first token, ms",
+            "12 users, 4 turns, no cache: mean time to first token, ms",
             *conversations("first_token_mean_ms", "without cache"),
         ],
         [
-            "12 users, 4 turns, with cache: mean first token, ms",
+            "12 users, 4 turns, with cache: mean time to first token, ms",
             *conversations("first_token_mean_ms", "with cache"),
         ],
         [
@@ -90,7 +90,7 @@ def gpu() -> str:
     ]
     note = (
         "\nIn brackets: the time divided by its lower bound. For a prompt, the bound is the time of the\n"
-        "model's matrix products alone. For a decode step it is the bytes that the step must move\n"
+        "model's matrix products alone. For a decode step, the bound is the bytes that the step must move\n"
         "(weights, states, KV), divided by the bandwidth of a large copy (`gpu_serving_h200.json`).\n"
     )
     return markdown(["one NVIDIA H200, bfloat16", *names], rows) + note
@@ -232,7 +232,7 @@ def megatron() -> str:
     figures = {
         "time to first token, mean, ms": "ttft_mean_s",
         "time to first token, 90th percentile, ms": "ttft_p90_s",
-        "time to first token after the first turn, ms": "later_ttft_mean_s",
+        "time to first token after the first turn, mean, ms": "later_ttft_mean_s",
     }
     rows = [
         *([what, *(number(1e3 * run["speed"][name]) for run in runs)] for what, name in figures.items()),
