@@ -25,7 +25,7 @@ DISASTERS = {
     ),
     5: (
         "With decode context parallelism, the pages of the prefix tree became larger than the distance "
-        "between states. States were stored under keys of up to 384 tokens fewer",
+        "between states. States were stored under keys that cover up to 384 tokens less",
         "SGLang #34760",
     ),
     6: (
@@ -91,7 +91,7 @@ DISASTERS = {
         "SGLang #34441",
     ),
     19: (
-        "After a split, a node of the prefix tree was found under the key that it had before. A later "
+        "After a split, a node of the prefix tree stayed listed under the key of before the split. A later "
         "eviction failed with an assertion",
         "SGLang #36696, #28692",
     ),
@@ -105,7 +105,8 @@ DISASTERS = {
         "vLLM #57253",
     ),
     22: (
-        "Tensors that belong to a state, beside the usual two, were not copied or moved with it",
+        "Some models add tensors to a state, beside the convolution and SSM tensors. These were not copied "
+        "when the state was",
         "SGLang #38619, #39862",
     ),
     23: (
