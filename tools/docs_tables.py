@@ -168,7 +168,7 @@ def routers() -> str:
         if (row["trace"], row["num_replicas"], row["state_gb"]) == ("chat, seed 0", 4, 2.0)
         and row["router"] != "one cache"
     ]
-    one, load = "relative to one cache of the same total memory", "computed tokens: busiest replica / mean"
+    one, load = "relative to one cache with all replicas' memory", "computed tokens: busiest replica / mean"
     return markdown(["router", "resumed prompt tokens", one, load], rows)
 
 
@@ -425,10 +425,10 @@ DISASTERS_PAGE = """# Disasters of others
 
 This page is generated: `make docs`.
 
-Faults that users of other projects reported of caches of recurrent states, each with its thread, and the
-tests that fail if mambaslots has the fault. The tests compare results with a token-by-token recurrence, with
-plain torch, or with bytes moved by hand. Where a missing hit could hide a wrong state, the test asserts that
-there were hits.
+The table lists faults of other caches of recurrent states. The column "where" names the threads that report a
+fault. The tests fail if mambaslots has the fault; the number of tests in a file is in parentheses. Each test
+compares results with a token-by-token recurrence, with plain torch, or with bytes that the test copies. If a
+test could also pass because nothing is resumed, it asserts that there were hits.
 
 `pytest -m "disaster(number=4) and not gpu"` runs the tests of number 4 that need no GPU.
 [reliability.md](reliability.md) lists what is promised.

@@ -1,107 +1,121 @@
-"""What went wrong where other engines cache recurrent states: a sentence, and the threads of their trackers.
+"""What went wrong where other engines cache recurrent states, and the threads of their trackers.
 
 Tests carry the numbers: `@pytest.mark.disaster(number=1)`. `make docs` writes docs/disasters.md.
 """
 
 DISASTERS = {
     1: (
-        "A state's hash was published when its step was scheduled. The client cancelled a long prefill "
-        "and sent it again: a hit on a state that was never written",
+        "The scheduler published a state's hash before the step that writes the state. A client cancelled a "
+        "long prefill and sent the prompt again: it resumed from a state that was never written",
         "vLLM #56525",
     ),
     2: (
-        "Blocks of states were given out again without being zeroed, because a tuple of tensors escaped",
+        "Freed blocks of states were given to new requests without zeroing, because the code that zeroes "
+        "skipped layers whose cache is a tuple of tensors",
         "vLLM #56524, #35219",
     ),
     3: (
-        "Chunk states were indexed by request, and the kernel's chunks ran over the flattened batch: "
-        "wrong states for all but the first prefill",
+        "The kernel cut the flattened batch into chunks, but its chunk states were indexed as if each "
+        "request had chunks of its own. Of each batch, only the first request's cached states were right",
         "SGLang #31833, #33450, #37836",
     ),
     4: (
-        "A key was shortened to 96 tokens, and the state after 192 attached to it",
+        "The cache stored the state after 192 tokens under the key of the first 96 tokens",
         "SGLang #38815, #39209",
     ),
     5: (
-        "Pages grew and the grid of states did not: states up to 384 tokens ahead of their keys",
+        "With decode context parallelism, the pages of the prefix tree became larger than the distance "
+        "between states. States were stored under keys that cover up to 384 tokens less",
         "SGLang #34760",
     ),
     6: (
-        "Chunks of 128 tokens indexed states of 64",
+        "The index of a state was computed with chunks of 128 tokens, but there is a state every 64 tokens",
         "SGLang #33515",
     ),
     7: (
-        "Checkpoints were stored in bfloat16 though the pool is float32: a hit was not a miss",
+        "States inside a prefill were cached in bfloat16, although the pool is float32. Answers after a hit "
+        "differed from answers after a miss",
         "SGLang #34820",
     ),
     8: (
-        "A prompt ended one token behind a hit; the single token took another tile of the experts: NaN",
+        "A prompt ended one token after the cached state. For this single token, the kernel of the experts "
+        "chose another tile size and returned NaN",
         "SGLang #29633",
     ),
     9: (
-        "Cache groups shared metadata, and the second group's buffers of a CUDA graph were never "
-        "updated: NaN",
+        "Groups of Mamba layers shared metadata. In CUDA graphs, the buffers of the second group were never "
+        "updated, and outputs were NaN",
         "vLLM #34874",
     ),
     10: (
-        "A rewind of drafts was applied to states, and hits lay one block off: calls of tools leaked",
+        "With drafts, the cache treated states as if rejected drafts could be removed from them, and hits "
+        "lay one block off. Text of tool calls appeared in answers",
         "vLLM #43559, #53912, #47861, #48375, #53945",
     ),
     11: (
-        "With drafts, prompts of some lengths had no hits, silently",
+        "With drafts, prompts of some lengths had no hits, and no message said so",
         "vLLM #52244, #54360",
     ),
     12: (
-        "A kernel was given a column, or a slot, that does not exist: an illegal access",
+        "A kernel got the index of a column or slot that does not exist: an illegal memory access",
         "vLLM #54173, #50021",
     ),
     13: (
-        "A connector brought attention's KV and reported a hit for all layers; recurrent layers began "
-        "from noise (40 % garbled)",
+        "A connector loaded only the KV of the attention layers, but reported a hit for all layers. The "
+        "recurrent layers started from unset memory: 40 % of the answers were garbled",
         "LMCache #2845, #2863, #4247",
     ),
     14: (
-        "Load-back aborted: the slot was published before its copy ran",
+        "A slot was given to a request before the state was copied into it from host memory. The copy was "
+        "aborted, and the request read the old contents of the slot",
         "SGLang #30986",
     ),
     15: (
-        "Offload without an order between streams: now and then garbage",
+        "The CUDA stream that copies to host memory did not wait for the stream that computes. Some requests "
+        "resumed from garbage",
         "vLLM #45704",
     ),
     16: (
-        "Abort between match and allocation lost the forked slot",
+        "A request was cancelled after the match had copied a state for it, and before it owned the copy. "
+        "The slot of the copy was never freed",
         "SGLang #12693",
     ),
     17: (
-        "All cached states locked by transfers: allocator asserts, server dies",
+        "A state was to be cached while transfers locked all cached states. The allocator found no slot, its "
+        "assertion failed, and the server ended",
         "SGLang #36770, #40128, #33773",
     ),
     18: (
-        "Pool split in two, one side starves while the other is idle",
+        "States and KV shared one memory. To make room for a state, the cache evicted only states, although "
+        "unused KV filled the memory: the allocation failed",
         "SGLang #34441",
     ),
     19: (
-        "Tree node under a stale child key; eviction asserts later",
+        "After a split, a node of the prefix tree stayed listed under the key of before the split. A later "
+        "eviction failed with an assertion",
         "SGLang #36696, #28692",
     ),
     20: (
-        "Hash of a partial block came back after its promotion",
+        "The hash of a partial block was registered again after the block was full and had another hash",
         "vLLM #52972",
     ),
     21: (
-        "Boundary state of a running request retired while the cache names it",
+        "While a request decoded, the state at the end of its prompt was freed, although later prompts were "
+        "to resume from it",
         "vLLM #57253",
     ),
     22: (
-        "Side states orphaned, or left out of copies",
+        "Some models add tensors to a state, beside the convolution and SSM tensors. These were not copied "
+        "when the state was",
         "SGLang #38619, #39862",
     ),
     23: (
-        "`temperature=0.0` became 1.0; hits counted for refused admissions",
+        "`temperature=0.0` was replaced by 1.0. Hits were counted for requests that were not admitted",
         "Megatron #6417, #6416",
     ),
     24: (
-        "Prefix cache of old weights after refit, also in the router",
+        "After the weights were replaced, requests resumed from states and KV of the old weights, and "
+        "routers still knew the old prefixes",
         "Megatron #6852, ms-swift #6343, vLLM #42125",
     ),
 }
