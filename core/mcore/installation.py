@@ -114,8 +114,8 @@ def install(
     Raises:
         RuntimeError: it is installed with other settings; the message names those that differ.
             UnknownHostError, which is one: a method to be corrected is missing; or the source of one is not
-            known, and the self-test, which then provokes the faults in about a second, fails. Nothing is
-            changed.
+            known, and the self-test, which then provokes some of the faults in about a second, fails. Nothing
+            is changed.
         ImportError: megatron-core is missing.
     """
     plan = instance("plan", CheckpointPlan() if plan is None else plan, CheckpointPlan)

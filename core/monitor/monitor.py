@@ -90,7 +90,7 @@ class Monitor:
         """Let requests with this salt count for `tenant`; those that are under way keep their tenant.
 
         Requests without a salt count for "default", those whose salt has no name for "other". So do tenants
-        beyond the first 64. The salt itself is not kept.
+        beyond the first 64, "default" included. The salt itself is not kept.
 
         Raises:
             ValueError: the salt is refused by `add_request`, too, or `tenant` is no str.

@@ -68,7 +68,7 @@ def _sessions(draws: Draws, count: float, gap_s: float) -> Iterator[tuple[int, f
 
 
 def _chat(draws: Draws, scale: float) -> Iterator[TraceRequest]:
-    """Sessions begin as a Poisson process, about 120 at once; 8 system prompts by Zipf, geometric turns."""
+    """Sessions begin as a Poisson process, about 90 at once; 8 system prompts by Zipf, geometric turns."""
     systems = [draws.text(draws.lognormal(1000, 0.5, 300, 4000)) for _ in range(8)]
     for session, at_s in _sessions(draws, 240 * scale, 1.7):
         history = [systems[draws.zipf(len(systems))]]

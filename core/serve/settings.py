@@ -19,7 +19,7 @@ from ..validation import (
 )
 
 _LABELS = ("default", "other")
-"""The metrics' tenants of requests without a key, and of those beyond the first 64 tenants."""
+"""The metrics' tenants of requests without a key, and of those beyond the first 64, "default" included."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ column of the step's last token. It begins a window of 1 + K columns; K is the n
     SSM state     after token 1   after token 2        after token 1 + K   of the last decode step
     conv state    one window of kernel - 1 + K inputs; the window after token j + 1 begins at offset j
 
-Columns before the running column hold the state at their block's end and are never written again. A prefill
-step stores only its last state, in the running column. An accepted count includes the bonus token: 1 means
-that no draft was right, 0 that nothing was sampled.
+A prefill step stores only its last state, in the running column: the columns of blocks that it passed hold no
+state. A column before the running one is written again only if drafts are rejected back into its block. An
+accepted count includes the bonus token: 1 means that no draft was right, 0 that nothing was sampled.
 
 Example, blocks of 560 tokens, K = 3: 557 computed tokens, running column 0, 2 accepted. The next step of 4
 tokens ends at 561, so the running column becomes 1: the SSM state moves from column 0 + 1 to column 1.
