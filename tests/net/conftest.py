@@ -135,7 +135,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[World]:
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """The default process group, and the groups that tests split it into."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPUS else torch.device("cpu")
     if ON_GPUS:
@@ -145,9 +145,10 @@ def world() -> Iterator[World]:
     gc.collect()
     for runner in [one for one in gc.get_objects() if type(one) is GraphRunner]:
         runner.clear_graphs()  # nccl ends no communicator that a graph has captured
-    faulthandler.dump_traceback_later(60, exit=True)
-    dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        faulthandler.dump_traceback_later(60, exit=True)
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
