@@ -348,7 +348,7 @@ def readme() -> str:
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
-            "Names the reason of every computed prompt token, and the setting that helps",
+            "Names the reason of every computed prompt token, and a setting that helps, if there is one",
             "9 reasons, shown in the server's page and metrics",
             "[operations](docs/operations.md)",
         ],
