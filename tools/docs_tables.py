@@ -324,7 +324,7 @@ def readme() -> str:
         for side in ("vllm", "mambaslots")
     }
     answers = results("vllm_peer_answers_h100")["equal_answers_of_24"]["Qwen3.5-4B"]
-    same = answers["mambaslots, batch_invariant"]["cold and warm"]
+    ours, theirs = answers["mambaslots, batch_invariant"], answers["vllm"]
     tier = results("host_tier_h100")["resumed"]
     more = results("encoded_states_h100")["slots"][0]["slots"]["int8"]
     rows = [
@@ -335,26 +335,27 @@ def readme() -> str:
             "`python benchmarks/replay/rows.py`",
         ],
         [
-            "Resumes the next turn of a conversation at the last block of the previous answer",
+            "Resumes the next turn of a conversation after the last full block of the previous answer",
             f"mean time to the first token, Nemotron-H-8B: {first['mambaslots']} ms; "
             f"vLLM 0.26: {first['vllm']} ms",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
-            f"equal answers of Qwen3.5-4B: {same} of 24; "
-            "vLLM 0.26 refuses VLLM_BATCH_INVARIANT for this model",
+            f"answers of Qwen3.5-4B equal with and without the cache: {ours['cold and warm']} of 24, "
+            f"vLLM 0.26: {theirs['cold and warm']}; alone and in a batch: "
+            f"{ours['alone and in one batch']} of 24, vLLM 0.26: {theirs['alone and in one batch']}",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
-            "Names the reason of every computed prompt token, and the setting that helps",
+            "Names the reason of every computed prompt token, and a setting that helps, if there is one",
             "9 reasons, shown in the server's page and metrics",
             "[operations](docs/operations.md)",
         ],
         [
             "Keeps evicted states in host memory",
-            "resumed tokens with GPU memory for a tenth of the states, in % of an unlimited cache's: "
-            f"{100 * tier['tier']['share']:.0f} %; "
+            "GPU memory for a tenth of the states resumes "
+            f"{100 * tier['tier']['share']:.0f} % of the tokens that GPU memory for all states resumes; "
             f"without host memory: {100 * tier['a tenth']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
