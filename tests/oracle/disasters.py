@@ -6,17 +6,18 @@ Tests carry the numbers: `@pytest.mark.disaster(number=1)`. `make docs` writes d
 DISASTERS = {
     1: (
         "The scheduler published a state's hash before the step that writes the state. A client cancelled a "
-        "long prefill and sent the prompt again: it resumed from a state that was never written",
+        "long prefill and sent the prompt again. The second request resumed from a state that was never "
+        "written",
         "vLLM #56525",
     ),
     2: (
-        "Freed blocks of states were given to new requests without zeroing, because the code that zeroes "
+        "New requests got freed state blocks that were not zeroed, because the code that zeroes blocks "
         "skipped layers whose cache is a tuple of tensors",
         "vLLM #56524, #35219",
     ),
     3: (
         "The kernel cut the flattened batch into chunks, but its chunk states were indexed as if each "
-        "request had chunks of its own. Of each batch, only the first request's cached states were right",
+        "request had chunks of its own. Only the cached states of a batch's first request were right",
         "SGLang #31833, #33450, #37836",
     ),
     4: (
@@ -24,8 +25,8 @@ DISASTERS = {
         "SGLang #38815, #39209",
     ),
     5: (
-        "With decode context parallelism, the pages of the prefix tree became larger than the distance "
-        "between states. States were stored under keys that cover up to 384 tokens less",
+        "With decode context parallelism, the blocks of the prefix tree became longer than the distance "
+        "between states. States were stored under keys that cover up to 384 tokens less than the states",
         "SGLang #34760",
     ),
     6: (
@@ -48,21 +49,21 @@ DISASTERS = {
         "vLLM #34874",
     ),
     10: (
-        "With drafts, the cache treated states as if rejected drafts could be removed from them, and hits "
-        "lay one block off. Text of tool calls appeared in answers",
+        "With speculative decoding, the cache treated states as if rejected drafts could be removed from "
+        "them, and requests resumed one block off. Text of tool calls appeared in answers",
         "vLLM #43559, #53912, #47861, #48375, #53945",
     ),
     11: (
-        "With drafts, prompts of some lengths had no hits, and no message said so",
+        "With speculative decoding, prompts of some lengths had no hits, and no message said so",
         "vLLM #52244, #54360",
     ),
     12: (
-        "A kernel got the index of a column or slot that does not exist: an illegal memory access",
+        "A kernel got the index of a column or slot that does not exist, and made an illegal memory access",
         "vLLM #54173, #50021",
     ),
     13: (
-        "A connector loaded only the KV of the attention layers, but reported a hit for all layers. The "
-        "recurrent layers started from unset memory: 40 % of the answers were garbled",
+        "A KV connector loaded only the KV of the attention layers, but reported a hit for all layers. The "
+        "recurrent layers started from unset memory, and 40 % of the answers were garbled",
         "LMCache #2845, #2863, #4247",
     ),
     14: (
@@ -76,13 +77,13 @@ DISASTERS = {
         "vLLM #45704",
     ),
     16: (
-        "A request was cancelled after the match had copied a state for it, and before it owned the copy. "
-        "The slot of the copy was never freed",
+        "The prefix match copied a state for a request. The request was cancelled before it owned the copy, "
+        "so the slot of the copy was never freed",
         "SGLang #12693",
     ),
     17: (
-        "A state was to be cached while transfers locked all cached states. The allocator found no slot, its "
-        "assertion failed, and the server ended",
+        "When a state was to be cached, transfers had locked all cached states. The allocator found no slot, "
+        "its assertion failed, and the server ended",
         "SGLang #36770, #40128, #33773",
     ),
     18: (
@@ -91,8 +92,8 @@ DISASTERS = {
         "SGLang #34441",
     ),
     19: (
-        "After a split, a node of the prefix tree stayed listed under the key of before the split. A later "
-        "eviction failed with an assertion",
+        "After a node of the prefix tree was split, it stayed listed under its old key. A later eviction "
+        "failed with an assertion",
         "SGLang #36696, #28692",
     ),
     20: (
@@ -100,17 +101,18 @@ DISASTERS = {
         "vLLM #52972",
     ),
     21: (
-        "While a request decoded, the state at the end of its prompt was freed, although later prompts were "
-        "to resume from it",
+        "While a request decoded, the state at the end of its prompt was freed, so later prompts could not "
+        "resume from it",
         "vLLM #57253",
     ),
     22: (
-        "Some models add tensors to a state, beside the convolution and SSM tensors. These were not copied "
-        "when the state was",
+        "Some models add tensors to a state, beside the convolution and SSM tensors. When the cache copied a "
+        "state, it did not copy these tensors",
         "SGLang #38619, #39862",
     ),
     23: (
-        "`temperature=0.0` was replaced by 1.0. Hits were counted for requests that were not admitted",
+        "Two faults: `temperature=0.0` was replaced by 1.0; hits were counted for requests that were not "
+        "admitted",
         "Megatron #6417, #6416",
     ),
     24: (
