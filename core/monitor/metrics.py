@@ -44,13 +44,13 @@ COUNTERS = (
            _CACHE + "num_resumed_tokens", key="tokens.resumed"),
     Figure("computed_prompt_tokens", "computed prompt tokens, by reason",
            _CACHE + "computed_by_reason", "reason", "tokens.by_reason"),
-    Figure("recomputed_tokens", "tokens computed again after a preemption or a failed step; many mean "
-           "that the KV pool is too small", _CACHE + "num_recomputed_tokens", key="tokens.recomputed"),
-    Figure("generated_tokens", "tokens of users' answers", "num_generated", key="tokens.generated"),
+    Figure("recomputed_tokens", "tokens computed again after a preemption or a failed step; if they "
+           "are many, the KV pool is too small", _CACHE + "num_recomputed_tokens", key="tokens.recomputed"),
+    Figure("generated_tokens", "generated tokens", "num_generated", key="tokens.generated"),
     Figure("drafted_tokens", "drafted tokens", _DRAFTS + "num_drafted"),
     Figure("accepted_drafted_tokens", "drafted tokens that were accepted", _DRAFTS + "num_accepted"),
-    Figure("requests_added", "users' requests that were queued", "num_added"),
-    Figure("requests_ended", "users' requests that ended, by finish reason", "num_ended", "finish_reason"),
+    Figure("requests_added", "requests that were queued", "num_added"),
+    Figure("requests_ended", "requests that ended, by finish reason", "num_ended", "finish_reason"),
     Figure("states_committed", "states stored in the cache", _CACHE + "num_states_committed"),
     Figure("states_left", "states removed from the cache, by cause", _CACHE + "states_removed_by_cause",
            "cause", "evictions.by_cause"),
@@ -90,17 +90,16 @@ GAUGES = (
 )  # fmt: skip
 DURATIONS = (
     Figure("state_eviction_age", "time from the last use of a state to its eviction; should exceed the pause "
-           "between two turns", "eviction_age", key="evictions.age_s"),
-    Figure("time_to_first_token", "time from arrival to the first token", "first_token",
+           "between two turns of a conversation", "eviction_age", key="evictions.age_s"),
+    Figure("time_to_first_token", "time from a request's arrival to its first token", "first_token",
            key="latency.ttft_s"),
-    Figure("queue_time", "time from arrival to the first step", "queue"),
+    Figure("queue_time", "time from a request's arrival to its first step", "queue"),
     Figure("inter_token", "time between two tokens of an answer", "inter_token", key="latency.inter_token_s"),
     Figure("step", "duration of a step", "step", key="latency.step_s"),
 )  # fmt: skip
 FAILED_ACCEPTS = Figure(
     "failed_accepts",
-    "times that no connection could be accepted, because descriptors or memory ran out; at most two a second "
-    "are counted",
+    "how often the server could not accept a connection, because file descriptors or memory ran out",
     "count",
 )
 """Of a server that accepts connections itself."""
