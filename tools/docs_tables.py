@@ -151,7 +151,7 @@ def prefill_apart() -> str:
     ]
     head = [
         *("prompt, tokens", "two engines", "first token, median, ms", "first token, p95, ms"),
-        *("between tokens, median, ms", "between tokens, p95, ms", "tokens a second"),
+        *("between tokens, median, ms", "between tokens, p95, ms", "generated tokens a second"),
     ]
     return markdown(head, rows)
 
