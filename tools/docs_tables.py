@@ -168,7 +168,7 @@ def routers() -> str:
         if (row["trace"], row["num_replicas"], row["state_gb"]) == ("chat, seed 0", 4, 2.0)
         and row["router"] != "one cache"
     ]
-    one, load = "relative to one cache with all replicas' memory", "computed tokens: busiest replica / mean"
+    one, load = "relative to one cache of the same total memory", "computed tokens: busiest replica / mean"
     return markdown(["router", "resumed prompt tokens", one, load], rows)
 
 
