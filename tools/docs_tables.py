@@ -232,7 +232,7 @@ def megatron() -> str:
     figures = {
         "time to first token, mean, ms": "ttft_mean_s",
         "time to first token, 90th percentile, ms": "ttft_p90_s",
-        "time to first token after the first turn, mean, ms": "later_ttft_mean_s",
+        "time to first token in later turns, mean, ms": "later_ttft_mean_s",
     }
     rows = [
         *([what, *(number(1e3 * run["speed"][name]) for run in runs)] for what, name in figures.items()),
