@@ -89,11 +89,11 @@ def gpu() -> str:
         ],
     ]
     note = (
-        "\nIn brackets: the time divided by its lower bound. For a prompt, the bound is the time of the\n"
-        "model's matrix products alone. For a decode step, the bound is the bytes that the step must move\n"
-        "(weights, states, KV), divided by the bandwidth of a large copy (`gpu_serving_h200.json`).\n"
+        "\nFor a prompt, the lower bound is the time of the model's matrix products alone. For a decode\n"
+        "step, the bound is the bytes that the step must move (weights, states, KV), divided by the\n"
+        "bandwidth of a large copy (`gpu_serving_h200.json`).\n"
     )
-    return markdown(["one NVIDIA H200, bfloat16", *names], rows) + note
+    return markdown(["one NVIDIA H200, bfloat16; in brackets: time / lower bound", *names], rows) + note
 
 
 def described(work: str) -> str:
@@ -118,13 +118,16 @@ def bits_cost() -> str:
         ]
         for work in works
     ]
-    return markdown(["change of the time with `batch_invariant`, one H200", *models], rows)
+    return markdown(["time with `batch_invariant`, compared with the time without, one H200", *models], rows)
 
 
 def hand_over() -> str:
     found = results("hand_over_nccl_h200x2")["nccl"]["rows"].items()
     return markdown(
-        ["prefix of an 8B model, two H200", "size", "time to hand it over (NCCL)", "time to compute it"],
+        [
+            *("prefix of an 8B model, two H200", "size of KV and state", "time to hand over (NCCL)"),
+            "time to compute",
+        ],
         (
             [
                 f"{int(n):,} tokens",
@@ -150,8 +153,8 @@ def prefill_apart() -> str:
         if row["answer"] == 64 and row["way"] != "1 mixed"
     ]
     head = [
-        *("prompt, tokens", "two engines", "first token, median, ms", "first token, p95, ms"),
-        *("between tokens, median, ms", "between tokens, p95, ms", "generated tokens a second"),
+        *("prompt, tokens", "two engines", "time to first token, median, ms", "time to first token, p95, ms"),
+        *("time between tokens, median, ms", "time between tokens, p95, ms", "generated tokens a second"),
     ]
     return markdown(head, rows)
 
@@ -168,8 +171,11 @@ def routers() -> str:
         if (row["trace"], row["num_replicas"], row["state_gb"]) == ("chat, seed 0", 4, 2.0)
         and row["router"] != "one cache"
     ]
-    one, load = "relative to one cache of the same total memory", "computed tokens: busiest replica / mean"
-    return markdown(["router", "resumed prompt tokens", one, load], rows)
+    head = [
+        *("router", "share of prompt tokens resumed", "relative to one cache of the same total memory"),
+        "tokens computed by the busiest replica / mean of all replicas",
+    ]
+    return markdown(head, rows)
 
 
 def all_routers() -> str:
@@ -222,7 +228,7 @@ def shares() -> str:
         "sglang-cap-3": "SGLang's rules, at most 3 states per prompt",
     }
     rows = ([name, *(f"{100 * found[row][trace]:.1f} %" for trace in traces)] for row, name in names.items())
-    return markdown(["cache", *traces], rows)
+    return markdown(["prompt tokens resumed by", *traces], rows)
 
 
 def megatron() -> str:
@@ -354,8 +360,8 @@ def readme() -> str:
         ],
         [
             "Keeps evicted states in host memory",
-            "GPU memory for a tenth of the states resumes "
-            f"{100 * tier['tier']['share']:.0f} % of the tokens that GPU memory for all states resumes; "
+            "tokens resumed with GPU memory for a tenth of the states, compared with GPU memory for all: "
+            f"{100 * tier['tier']['share']:.0f} %; "
             f"without host memory: {100 * tier['a tenth']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
@@ -432,8 +438,6 @@ has the fault. Each test compares results with a token-by-token recurrence, with
 of bytes. If a test could also pass because nothing is resumed, the test asserts that there were hits.
 
 `pytest -m "disaster(number=4) and not gpu"` runs the tests of number 4 that need no GPU.
-[reliability.md](reliability.md) lists what is promised.
-
 """
 
 

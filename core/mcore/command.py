@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=new_file,
         metavar="PATH",
-        help="write the statistics there; rank N of torchrun writes PATH-rankN",
+        help="write the report there as JSON; rank N > 0 of torchrun adds -rankN to the file's name",
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print the versions")
     parser.add_argument("script", type=script, metavar="SCRIPT", help="a Python file")

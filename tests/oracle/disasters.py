@@ -49,8 +49,8 @@ DISASTERS = {
         "vLLM #34874",
     ),
     10: (
-        "With speculative decoding, the cache treated states as if rejected drafts could be removed from "
-        "them, and requests resumed one block off. Text of tool calls appeared in answers",
+        "With speculative decoding, the cache treated states like KV, from which rejected drafts can be "
+        "removed. Requests resumed one block off, and text of tool calls appeared in answers",
         "vLLM #43559, #53912, #47861, #48375, #53945",
     ),
     11: (
@@ -58,7 +58,8 @@ DISASTERS = {
         "vLLM #52244, #54360",
     ),
     12: (
-        "A kernel got the index of a column or slot that does not exist, and made an illegal memory access",
+        "A kernel got the number of a slot, or of a column of the block table, that does not exist, and made "
+        "an illegal memory access",
         "vLLM #54173, #50021",
     ),
     13: (
@@ -67,8 +68,8 @@ DISASTERS = {
         "LMCache #2845, #2863, #4247",
     ),
     14: (
-        "A slot was given to a request before the state was copied into it from host memory. The copy was "
-        "aborted, and the request read the old contents of the slot",
+        "A request got a slot before a state was copied into the slot from host memory. The copy was "
+        "aborted, and the request read the slot's old contents",
         "SGLang #30986",
     ),
     15: (
