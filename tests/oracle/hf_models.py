@@ -4,13 +4,14 @@ import copy
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from mambaslots.hf.served_model import ServedModel
+from oracle.float64_casts import Float64Casts
 from torch import Tensor
 
 VOCABULARY = 97
@@ -173,13 +174,21 @@ def without_kernel_packages() -> Iterator[None]:
         sys.modules.update(known)
 
 
-@cache
 def reference_model(case: str, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY) -> Any:
-    """transformers' own model of a case, on a CPU, with random weights and eager attention and experts."""
+    """transformers' own model of a case, on a CPU, with random weights and eager attention and experts.
+
+    A model is made once, by whichever test comes first. One in float64 has rotary frequencies in float64.
+    """
+    return _reference_model(case, dtype, vocabulary)
+
+
+@cache
+def _reference_model(case: str, dtype: torch.dtype, vocabulary: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(case, vocab_size=vocabulary).get_text_config()
-    with without_kernel_packages(), torch.random.fork_rng(devices=[]):
+    mode = Float64Casts() if dtype == torch.float64 else nullcontext()
+    with without_kernel_packages(), torch.random.fork_rng(devices=[]), mode:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"

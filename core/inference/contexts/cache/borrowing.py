@@ -130,17 +130,11 @@ class Borrowing:
                 return
 
     def _free_state_unit(self) -> int:
-        """A unit of states all of whose slots are free, or -1; O(free slots)."""
-        units = self.units
+        """The last unit of states all of whose slots are free; negative where none is. O(free slots)."""
         if self._num_units_that_may_go < 1:
             return -1
-        counts: Counter[int] = Counter()
-        for slot in reversed(self._slots.free_slots):
-            if (unit := units.unit_of_slot(slot)) >= 0:
-                counts[unit] += 1
-                if counts[unit] == units.slots_per_unit:
-                    return unit
-        return -1
+        counts = Counter(map(self.units.unit_of_slot, self._slots.free_slots))
+        return max((unit for unit, count in counts.items() if count == self.units.slots_per_unit), default=-1)
 
     def _give_to_kv(self, unit: int) -> None:
         self._cleaner.move_unit(unit, self.units.slots_of(unit), self._cleaner.slots)

@@ -1,7 +1,9 @@
 """The pool of state slots: which are free, who may write one, which state is evicted next."""
 
 import time
+from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
+from operator import neg
 from typing import Protocol
 
 from ....errors import MambaSlotCapacityError
@@ -58,9 +60,10 @@ class StateSlots:
     # ---- lookup
 
     def _unused_slots(self) -> list[int]:
-        """All slots but live ones and those whose memory holds KV."""
+        """All slots but live ones and those whose memory holds KV, in the order of the free list."""
         taken = self.live.union(self._units.lent_slots if self._units else ())
-        return [slot for slot in range(self.num_slots) if slot not in taken]
+        free = [slot for slot in range(self.num_slots) if slot not in taken]
+        return free[::-1] if self._units else free
 
     @property
     def counts(self) -> SlotCounts:
@@ -298,11 +301,10 @@ class StateSlots:
 
     # ---- memory that slots share with KV blocks
 
-    def lend(self, slots: Sequence[int]) -> None:
+    def lend(self, slots: range) -> None:
         """Take these free slots from the free list: their memory will hold KV."""
-        gone = set(slots)
-        self._dirty.discard(gone)
-        self.free_slots = [slot for slot in self.free_slots if slot not in gone]
+        self._dirty.discard(slots)
+        self.free_slots = [slot for slot in self.free_slots if slot not in slots]
 
     def take_back(self, slots: Sequence[int]) -> None:
         """Free lent slots, whose memory held KV and is zero where that is asked for."""
@@ -339,7 +341,11 @@ class StateSlots:
     def _add_free(self, slots: Sequence[int]) -> None:
         if self._dirty.zeroes:
             self._dirty.note(slots)
-        self.free_slots.extend(slots)
+        if self._units is None:
+            self.free_slots.extend(slots)
+        else:  # the lowest slot is allocated first: slots before the units are used, and units become free
+            for slot in slots:
+                insort(self.free_slots, slot, key=neg)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""

@@ -321,6 +321,26 @@ class Borrowers(RuleBasedStateMachine):
             assert self.cache.slots.num_available >= self.division.num_live - len(self.cache.slots.live)
 
 
+def test_the_lowest_free_slots_are_allocated_first_so_that_units_become_free():
+    """Else a state in each unit keeps all units: KV runs short, and evicts states while slots are free."""
+    division = division_of((4, 7), num_units=4, num_kv_units=1)
+    cache = PrefixCache(
+        division.num_kv_blocks, division.num_durable_slots, SIZE, "lru",
+        num_live_slots=division.num_live, division=division,
+    )  # fmt: skip
+    slots = cache.slots
+    num_fixed, first, second = division.num_fixed_slots, *map(cache._borrowing.units.slots_of, (2, 3))
+    taken = slots.reserve_slots(range(num_fixed + 6))  # all of the first unit, and two of the second
+    assert sorted(taken) == [*range(num_fixed), *first, *second[:2]]
+    slots.release([first[0], second[1], first[2], 0, second[0]])
+    assert cache._borrowing._free_state_unit() == 3
+    assert sorted(slots.reserve_slots([90, 91, 92])) == [0, first[0], first[2]]
+    assert cache._borrowing._free_state_unit() == 3
+    cache._borrowing.borrow_blocks(15)  # more than the 14 of the two units that hold KV
+    assert cache.kv_blocks.total_avail == 21
+    assert slots.free_slots == []
+
+
 TestBorrowers = Borrowers.TestCase
 TestBorrowers.settings = settings(max_examples=2 * settings.default.max_examples)
 
