@@ -268,7 +268,7 @@ class OurBlockLives(BlockLives):
     def _connect(self, num_kv_blocks: int, policy: str) -> None:
         host = SlotHost(2)
         self._kv = host.kv_block_allocator = KVBlockAllocator(num_kv_blocks)
-        self._registered = self._kv.tree.block_of_key
+        self._registered = self._kv.tree.block_of_hash
         self._slots = host.slot_allocator(ms.MambaSlotAllocator, num_kv_blocks)
 
     def _live(self) -> None:

@@ -144,7 +144,7 @@ class FleetAnswer(Answer):
             prompt=sequence,
             num_given_tokens=len(self.tokens),
             sampling=sampling,
-            keys=() if self._chain is None else tuple(self._chain.keys),
+            keys=() if self._chain is None else tuple(self._chain.hashes),
             lost=self.lost,
         )
 

@@ -34,21 +34,21 @@ def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     """Match the next `length` tokens: skip to the deepest committed state that leaves a token to compute."""
     size, finished = context.block_size_tokens, request.finished_chunk_token_count
     first, required = -(-finished // size), -(-(finished + length) // size)
-    keys = request.precomputed_block_hashes[first:required]
-    matched: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, keys))
+    hashes = request.precomputed_block_hashes[first:required]
+    matched: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, hashes))
     if None in matched:
         del matched[matched.index(None) :]
     allocator = getattr(context, "mamba_slot_allocator", None)
     skip, state_block, resumable = 0, -1, 0
     if matched and allocator is not None and finished % size == 0:
-        states = allocator.hash_to_block_id
+        block_of_hash = allocator.hash_to_block_id
         reachable = 0 if _needs_every_token(request) else length - 1
         for depth in range(len(matched), 0, -1):
-            if keys[depth - 1] not in states:
+            if hashes[depth - 1] not in block_of_hash:
                 continue
             resumable = resumable or depth
             if depth * size <= reachable:
-                skip, state_block = depth * size, states[keys[depth - 1]]
+                skip, state_block = depth * size, block_of_hash[hashes[depth - 1]]
                 break
     return HostMatch(first, tuple(matched), required, skip, state_block, resumable)
 
@@ -62,20 +62,20 @@ def _needs_every_token(request: Any) -> bool:
 
 def compute_spans(context: Any, record: HostRecord, request: Any, match: HostMatch) -> tuple[Span, ...]:
     """Why each prompt token that is not skipped is computed; `match`: of the request's first chunk."""
-    size, keys = context.block_size_tokens, request.precomputed_block_hashes
+    size, hashes = context.block_size_tokens, request.precomputed_block_hashes
     length = len(request.prompt_tokens)
     allocator = getattr(context, "mamba_slot_allocator", None)
-    if allocator is None or _needs_every_token(request) or (not keys and length >= size):
+    if allocator is None or _needs_every_token(request) or (not hashes and length >= size):
         return (Span(0, length, "disabled"),)
     kv_blocks = context.kv_block_allocator.kv_hash_to_block_id
-    rest = range(len(match.matched_blocks), len(keys))
-    matched = next((d for d in rest if keys[d] not in kv_blocks), len(keys))
+    rest = range(len(match.matched_blocks), len(hashes))
+    matched = next((d for d in rest if hashes[d] not in kv_blocks), len(hashes))
     seen = next(
-        (d for d in range(matched, len(keys)) if not record.kv_ghosts.has(keys[d], "block")), len(keys)
+        (d for d in range(matched, len(hashes)) if not record.kv_ghosts.has(hashes[d], "block")), len(hashes)
     )
     depth = match.skip_tokens // size
     return cached_states.compute_spans(
-        keys, num_resumed=depth, num_reachable=max(depth, min(matched, (length - 1) // size)),
+        hashes, num_resumed=depth, num_reachable=max(depth, min(matched, (length - 1) // size)),
         num_matched=matched, num_seen=seen, num_tokens=length, block_size_tokens=size,
         ghosts=allocator.slots.tree.ghosts,
     )  # fmt: skip
@@ -171,11 +171,11 @@ def _check_capacity(context: Any, req: Any, match: HostMatch, length: int) -> No
 def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
     """Whether the chunk starts inside a registered block, which the chunk must not write."""
     finished, size = req.finished_chunk_token_count, context.block_size_tokens
-    block, keys = finished // size, req.precomputed_block_hashes
-    if finished % size == 0 or block >= len(keys):
+    block, hashes = finished // size, req.precomputed_block_hashes
+    if finished % size == 0 or block >= len(hashes):
         return False
     held = int(context.request_to_kv_block_ids[row, block])
-    return bool(context.kv_block_allocator.kv_hash_to_block_id.get(keys[block], -1) == held)
+    return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[block], -1) == held)
 
 
 def _redirect_writes(context: Any, computed: range, first_block: int, stop_block: int) -> None:
@@ -189,23 +189,23 @@ def _redirect_writes(context: Any, computed: range, first_block: int, stop_block
 
 def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostMatch) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
-    size, keys = context.block_size_tokens, req.precomputed_block_hashes
-    first, stop = req.finished_chunk_token_count // size, min(computed.stop // size, len(keys))
+    size, hashes = context.block_size_tokens, req.precomputed_block_hashes
+    first, stop = req.finished_chunk_token_count // size, min(computed.stop // size, len(hashes))
     first += len(match.matched_blocks) * (first == match.first_block)
     blocks = context.request_to_kv_block_ids[row, first:stop].tolist() if first < stop else ()
     named = context.kv_block_allocator.kv_hash_to_block_id
     adopted = False
     for index, block in enumerate(blocks, first):
-        if named.get(keys[index], block) != block and adopt_twin(context, row, index, keys[index]):
+        if named.get(hashes[index], block) != block and adopt_twin(context, row, index, hashes[index]):
             _redirect_writes(context, computed, index, index + 1)
             adopted = True
     return adopted
 
 
-def adopt_twin(context: Any, row: int, index: int, key: int) -> bool:
-    """Let the block registered under `key` take the place of the row's own block `index`; whether it did."""
+def adopt_twin(context: Any, row: int, index: int, prefix_hash: int) -> bool:
+    """Let the block registered under a hash take the place of the row's own block `index`; whether it did."""
     kv, table = context.kv_block_allocator, context.request_to_kv_block_ids
-    own, twin = int(table[row, index]), kv.kv_hash_to_block_id.get(key, -1)
+    own, twin = int(table[row, index]), kv.kv_hash_to_block_id.get(prefix_hash, -1)
     if twin in (-1, own):
         return False
     kv.block_ref_counts[twin] += 1
@@ -266,11 +266,11 @@ def register_kv_block_hashes(
     check_lengths(block_ids, block_hashes=block_hashes, parent_hashes=parent_hashes)
     named = self.kv_hash_to_block_id
     first: dict[int, int] = {}
-    for i, key in enumerate(block_hashes):
-        if key not in named:
-            first.setdefault(key, i)
+    for i, prefix_hash in enumerate(block_hashes):
+        if prefix_hash not in named:
+            first.setdefault(prefix_hash, i)
     chosen = list(first.values())
-    record_of(self.context).new_keys.update(first)
+    record_of(self.context).new_hashes.update(first)
     parents = None if parent_hashes is None else [parent_hashes[i] for i in chosen]
     original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], parents)
 
@@ -284,12 +284,12 @@ def schedule_chunked_prefill(original: Callable[[Any], None], self: Any) -> None
     """
     context, waiting = self.context, self.waiting_request_ids
     record, num_waits = record_of(context), self._prefix_coordination_waits
-    record.new_keys.clear()
+    record.new_hashes.clear()
     original(self)
     ours = caches_states(context) and not is_on_stock(context)
     while ours and self._prefix_coordination_waits > num_waits:
         num_waits, queue = self._prefix_coordination_waits, list(waiting)
-        fitting = _fitting_behind(self, record.new_keys)
+        fitting = _fitting_behind(self, record.new_hashes)
         record.set_aside = [number for number in queue if number not in fitting]
         waiting.clear()
         waiting.extend(fitting)
@@ -305,8 +305,8 @@ def schedule_chunked_prefill(original: Callable[[Any], None], self: Any) -> None
                 waiting.appendleft(first)
 
 
-def _fitting_behind(engine: Any, keys: set[int]) -> list[int]:
-    """Waiting requests without blocks of `keys`, which fit in the step whole and beside those that wait."""
+def _fitting_behind(engine: Any, hashes: set[int]) -> list[int]:
+    """Waiting requests without blocks of `hashes`, which fit in the step whole and beside those that wait."""
     context = engine.context
     found: list[int] = []
     blocks = 0
@@ -319,7 +319,7 @@ def _fitting_behind(engine: Any, keys: set[int]) -> list[int]:
         blocks += match.new_blocks
         if not context.kv_block_allocator.is_memory_available(blocks):
             break
-        if keys.isdisjoint(req.precomputed_block_hashes) and length - match.skip_tokens <= room:
+        if hashes.isdisjoint(req.precomputed_block_hashes) and length - match.skip_tokens <= room:
             found.append(number)
             room -= length - match.skip_tokens
     return found

@@ -37,13 +37,13 @@ def crossings(context: Any) -> list[Crossing]:
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
     """Make the KV block that ends at `position` findable; returns the row's block then, or -1."""
     index = position // context.block_size_tokens - 1
-    keys = track.keys(index + 1)
+    hashes = track.hashes_to(index + 1)
     kv = context.kv_block_allocator
-    if keys is None or (index and keys[index - 1] not in kv.kv_hash_to_block_id):
+    if hashes is None or (index and hashes[index - 1] not in kv.kv_hash_to_block_id):
         return -1
-    if not adopt_twin(context, row, index, keys[index]):
+    if not adopt_twin(context, row, index, hashes[index]):
         own = int(context.request_to_kv_block_ids[row, index])
-        kv.register_kv_block_hashes([own], [keys[index]], [keys[index - 1] if index else 0])
+        kv.register_kv_block_hashes([own], [hashes[index]], [hashes[index - 1] if index else 0])
     return int(context.request_to_kv_block_ids[row, index])
 
 
@@ -67,7 +67,7 @@ class AnswerStates:
         tracks = record_of(context).tracks
         if not tracks or not self._enabled:
             return found
-        states, size = slots.states.slot_of_block, context.block_size_tokens
+        slot_of_block, size = slots.cached_states.slot_of_block, context.block_size_tokens
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:
@@ -76,7 +76,7 @@ class AnswerStates:
                 block = register_block(context, crossing.row, track, crossing.position)
             else:
                 block = int(context.request_to_kv_block_ids[crossing.row, crossing.position // size - 1])
-            lacks_state = block >= 0 and block not in states and block not in slots.reserved.values()
+            lacks_state = block >= 0 and block not in slot_of_block and block not in slots.reserved.values()
             if lacks_state and self._boundary(crossing) is not None:
                 found[block] = crossing
         return found
@@ -126,7 +126,9 @@ class AnswerStates:
     def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
         boundary = self._boundary(crossing)
-        rolls = self._slots.states.slot_of(block) == slot and boundary is not None and not boundary.keeps
+        rolls = (
+            self._slots.cached_states.slot_of(block) == slot and boundary is not None and not boundary.keeps
+        )
         self._slots.remove_rolling(track)
         if rolls:
             track.rolling_block = block

@@ -28,14 +28,14 @@ def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> No
 
 @dataclass
 class RequestTrack:
-    """Prompt and sampled tokens of a request, and the host's keys of the prompt's whole blocks."""
+    """Prompt and sampled tokens of a request, and the host's hashes of the prompt's whole blocks."""
 
     prompt: Tensor
-    prompt_keys: list[int]  # the host's
+    prompt_hashes: list[int]  # the host's
     block_size_tokens: int
     generated: list[int] = field(default_factory=list)  # the KV of the last one may be missing
     rolling_block: int = -1  # of the newest decode state that rolls
-    _keys: list[int] = field(default_factory=list)
+    _hashes: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Any, block_size_tokens: int) -> "RequestTrack | None":
@@ -48,16 +48,16 @@ class RequestTrack:
     def known_tokens(self) -> int:
         return len(self.prompt) + len(self.generated)
 
-    def keys(self, blocks: int) -> list[int] | None:
-        """The keys of the first `blocks` blocks; None where the host's keys of the prompt differ."""
-        if blocks > len(self._keys):  # once a block of the answer: the host keeps keys, and no digests
+    def hashes_to(self, blocks: int) -> list[int] | None:
+        """The hashes of the first `blocks` blocks; None where the host's hashes of the prompt differ."""
+        if blocks > len(self._hashes):  # once a block of the answer: the host keeps hashes, and no digests
             self.prompt = self.prompt.cpu()  # once, because every copy from a GPU waits
             generated = torch.tensor(self.generated, dtype=self.prompt.dtype, device="cpu")
             tokens = torch.cat([self.prompt, generated])[: blocks * self.block_size_tokens]
             requests = importlib.import_module(INFERENCE_REQUEST)
-            self._keys = requests.compute_block_hashes_batched(tokens, self.block_size_tokens)
-        shared = min(blocks, len(self.prompt_keys))
-        return self._keys[:blocks] if self._keys[:shared] == self.prompt_keys[:shared] else None
+            self._hashes = requests.compute_block_hashes_batched(tokens, self.block_size_tokens)
+        shared = min(blocks, len(self.prompt_hashes))
+        return self._hashes[:blocks] if self._hashes[:shared] == self.prompt_hashes[:shared] else None
 
 
 @dataclass
@@ -75,7 +75,7 @@ class HostRecord:
     turnover: Turnover[StateRemovalCause] | None = None  # also with allocators before a resume
     slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
     dropped: int = 0
-    new_keys: set[int] = field(default_factory=set)  # of blocks registered since the step was scheduled
+    new_hashes: set[int] = field(default_factory=set)  # of blocks registered since the step was scheduled
     set_aside: list[int] = field(default_factory=list)  # waiting requests that the queue lacks
 
     def begin(self, request: Any, block_size_tokens: int, spans: tuple[Span, ...]) -> None:

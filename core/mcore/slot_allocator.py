@@ -70,8 +70,8 @@ class HostSlotAllocator(MambaSlotAllocator):
         self.answers = AnswerStates(context, self.slots, self._plan, self.settings.cache_answers)
         self._record = record_of(context)
         if self._record.turnover is not None:
-            self.slots.states.turnover = self._record.turnover
-        self._record.turnover = self.slots.states.turnover
+            self.slots.cached_states.turnover = self._record.turnover
+        self._record.turnover = self.slots.cached_states.turnover
         self.num_dropped = self._record.dropped
         self._restore_pins: list[int] = []
         self._backup: ConvAndSsm | None = None
@@ -102,8 +102,8 @@ class HostSlotAllocator(MambaSlotAllocator):
             return 0
         waiting = islice(chain(engine.waiting_request_ids, self._record.set_aside), MAX_COMPARED)
         others = [engine.get_request(number) for number in waiting if number != req.request_id]
-        keys = [other.precomputed_block_hashes for other in others]
-        return best_shared_depth(req.precomputed_block_hashes, keys, num_known) * self._block_size
+        waiting_hashes = [other.precomputed_block_hashes for other in others]
+        return best_shared_depth(req.precomputed_block_hashes, waiting_hashes, num_known) * self._block_size
 
     # ---- restores and checkpoints
 
@@ -128,9 +128,9 @@ class HostSlotAllocator(MambaSlotAllocator):
             missing = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
             raise RuntimeError(f"blocks {missing} were to be restored, and have no state")
         for slot in slots:
-            self.slots.states.note_use(slot)
+            self.slots.cached_states.note_use(slot)
         live = [live for _, live in pending]
-        self._states.restore(slots, live)
+        self._host_states.restore(slots, live)
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
@@ -149,41 +149,42 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _evict_as_host(self, blocks: Sequence[int]) -> None:
         """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
-        kv, slot_of = self.context.kv_block_allocator, self.slots.states.slot_of_block
-        required = len({block for block in blocks if block not in slot_of})
+        kv, slot_of_block = self.context.kv_block_allocator, self.slots.cached_states.slot_of_block
+        required = len({block for block in blocks if block not in slot_of_block})
         missing = required - self.free_count
         if missing <= 0:
             return
-        fixed = {*self.slots.pins, *map(slot_of.get, blocks)}
-        block_of = {slot: block for block, slot in slot_of.items() if slot not in fixed}
+        fixed = {*self.slots.pins, *map(slot_of_block.get, blocks)}
+        block_of = {slot: block for block, slot in slot_of_block.items() if slot not in fixed}
         listed = torch.tensor(list(block_of.values()), dtype=torch.int64, device="cpu")
         holders = kv.block_ref_counts[listed].tolist()
         block_of = {slot: block_of[slot] for slot, held in zip(block_of, holders, strict=True) if not held}
         if len(block_of) < missing:
             raise HostCapacityError(required, len(block_of) + self.free_count)
-        states = set(slot_of.values())
-        victims = self.slots.next_victims(len(block_of), states.difference(block_of))
+        committed = set(slot_of_block.values())
+        victims = self.slots.next_victims(len(block_of), committed.difference(block_of))
         if self.settings.eviction is None and hasattr(kv, "block_timestamps"):
             victims.sort(key=lambda slot: int(kv.block_timestamps[block_of[slot]]))
-        self.slots.evict(missing, states.difference(victims[:missing]))
+        self.slots.evict(missing, committed.difference(victims[:missing]))
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """See the base; a block without a slot gets one with a zero state, where a slot is free."""
-        blocks, keys = self._checked_blocks(block_ids), integers("hashes", hashes)
-        check_lengths(blocks, hashes=keys)
-        states = self.slots.states.slot_of_block
-        lacking = [b for b, key in zip(blocks, keys, strict=True) if b not in states and key > 0]
+        blocks, hashes = self._checked_blocks(block_ids), integers("hashes", hashes)
+        check_lengths(blocks, hashes=hashes)
+        slot_of_block = self.slots.cached_states.slot_of_block
+        named = list(zip(blocks, hashes, strict=True))
+        lacking = [b for b, prefix_hash in named if b not in slot_of_block and prefix_hash > 0]
         if lacking:
             reserved = self.slots.reserved.values()
             stateless = [b for b in dict.fromkeys(lacking) if b not in reserved][: self.free_count]
             if stateless:
                 _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
                 slots = self.slots.allocate(stateless)
-                for tensor in self._states.durable:
+                for tensor in self._host_states.durable:
                     tensor[:, slots] = 0
-            found = [(b, key) for b, key in zip(blocks, keys, strict=True) if b in states]
-            blocks, keys = [b for b, _ in found], [key for _, key in found]  # one without a slot is not found
-        super().register_block_hashes_batch(blocks, keys)
+            hashes = [prefix_hash for b, prefix_hash in named if b in slot_of_block]
+            blocks = [b for b in blocks if b in slot_of_block]  # one without a slot is not found
+        super().register_block_hashes_batch(blocks, hashes)
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         super().on_kv_blocks_deregistered(block_ids_list, hashes_to_delete)
@@ -213,7 +214,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
         self.slots.remove_rolling_states(tracks, len(crossed) + len(blocks))
         room = max(0, self.slots.num_available - len(blocks))  # the states of prompts come first
-        self.slots.states.note_refused([tree.key_of(block) for block, _ in crossed[room:]])
+        self.slots.cached_states.note_refused([tree.hash_of(block) for block, _ in crossed[room:]])
         del crossed[room:]
         slots = self.slots.reserve_slots([block for block, _ in crossed])
         try:
@@ -245,30 +246,30 @@ class HostSlotAllocator(MambaSlotAllocator):
     def release_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
-        self._states.durable = self._states.zeros(0)
+        self._host_states.durable = self._host_states.zeros(0)
         self._backup = None
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
         self.note_counts()
-        self._states.scratch = self._states.zeros(0)
+        self._host_states.scratch = self._host_states.zeros(0)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def offload_pool(self) -> None:
         """Move the durable tensors to host memory; synchronises."""
-        own = self._states.durable
+        own = self._host_states.durable
         backup = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda).copy_(each) for each in own]
         self._backup = ConvAndSsm(*backup)
-        self._states.durable = self._states.zeros(0)
+        self._host_states.durable = self._host_states.zeros(0)
 
     @torch.inference_mode(False)
     def resume_pool(self) -> None:
         """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
         if self.ssm_states.shape[1] != self.max_slots:
-            states, backup = self._states, self._backup
+            host_states, backup = self._host_states, self._backup
             device = self.ssm_states.device
-            states.durable = (
-                states.zeros(self.max_slots)
+            host_states.durable = (
+                host_states.zeros(self.max_slots)
                 if backup is None
                 else ConvAndSsm(backup.conv.to(device), backup.ssm.to(device))
             )

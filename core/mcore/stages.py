@@ -20,42 +20,44 @@ _RECURRENT, _ATTENTION = "MG", frozenset("*D")  # megatron-core's layer letters;
 class Stage:
     """What a pipeline stage sends its peers before it builds its context."""
 
-    states: Any  # its MambaInferenceStateConfig, which only lists the layers where none is Mamba's
+    state_config: Any  # its MambaInferenceStateConfig, which only lists the layers where none is Mamba's
     state_budget_gb: float
     live_states: int | None  # of requests that run, as far as the memory share goes; None: no limit
 
     @classmethod
     def of(cls, config: Any) -> "Stage":
         """The stage with this InferenceConfig."""
-        states = config.mamba_inference_state_config
-        return cls(states, config.prefix_caching_mamba_gb or 0, _live_states(config, states))
+        state_config = config.mamba_inference_state_config
+        return cls(state_config, config.prefix_caching_mamba_gb or 0, _live_states(config, state_config))
 
     @property
     def has_mamba(self) -> bool:
-        return bool(self.states and self.states.conv_states_shape and _recurrent_layers(self.states))
+        return bool(
+            self.state_config and self.state_config.conv_states_shape and _recurrent_layers(self.state_config)
+        )
 
 
-def _recurrent_layers(states: Any) -> int:
+def _recurrent_layers(state_config: Any) -> int:
     """How many layers have a state: Mamba's, or gated delta nets."""
-    return sum(layer in _RECURRENT for layer in states.layer_type_list)
+    return sum(layer in _RECURRENT for layer in state_config.layer_type_list)
 
 
-def _live_bytes(config: Any, states: Any) -> int:
+def _live_bytes(config: Any, state_config: Any) -> int:
     """Bytes that the host counts for the states of one running request."""
-    conv = math.prod(states.conv_states_shape) * states.conv_states_dtype.itemsize
-    ssm = math.prod(states.ssm_states_shape) * states.ssm_states_dtype.itemsize
+    conv = math.prod(state_config.conv_states_shape) * state_config.conv_states_dtype.itemsize
+    ssm = math.prod(state_config.ssm_states_shape) * state_config.ssm_states_dtype.itemsize
     drafts = config.num_speculative_tokens
     copies = 1 + (drafts + 1 if drafts else 0)
-    return int(_recurrent_layers(states) * (conv + ssm) * copies)
+    return int(_recurrent_layers(state_config) * (conv + ssm) * copies)
 
 
 def _memory_bytes(config: Any) -> int:
     return int(config.buffer_size_gb * 2**30) + int((config.paused_buffer_size_gb or 0) * 2**30)
 
 
-def _live_states(config: Any, states: Any) -> int | None:
+def _live_states(config: Any, state_config: Any) -> int | None:
     """How many requests' states fit into the memory that the host takes from KV blocks; None: no limit."""
-    state_bytes = 0 if states is None else _live_bytes(config, states)
+    state_bytes = 0 if state_config is None else _live_bytes(config, state_config)
     if not state_bytes or (config.mamba_memory_ratio is None) is (config.max_requests is None):
         return None
     if config.mamba_memory_ratio is None:
@@ -66,9 +68,9 @@ def _live_states(config: Any, states: Any) -> int | None:
 @override(STATE_CONFIG, "from_model", faults=(15,))
 def from_model(original: Callable[..., Any], cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """List the layers also of a model or pipeline stage without Mamba layers, where stock returns None."""
-    states = original(cls, model, *args, **kwargs)
-    if states is not None:
-        return states
+    state_config = original(cls, model, *args, **kwargs)
+    if state_config is not None:
+        return state_config
     utilities = importlib.import_module("megatron.core.utils")
     layers = getattr(utilities.get_attr_wrapped_model(model, "decoder"), "layer_type_list", None)
     return None if layers is None else cls(layers, (), (), torch.float32, torch.float32)
@@ -120,17 +122,19 @@ def _pipeline_group(model_config: Any, inference_config: Any) -> Any:
 def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
     """The config with which stage `rank` decides as the others do: a copy where it changes."""
     with_states = [stage for stage in stages if stage.has_mamba]
-    if stages[rank].states is not None and not with_states:
+    if stages[rank].state_config is not None and not with_states:
         return _with(config, mamba_inference_state_config=None)
     if len(stages) == 1 or not with_states:
         return config
     _check(config, stages)
     budget = max(0, min(stage.state_budget_gb for stage in with_states)) or None
     if not stages[rank].has_mamba:
-        states = _with(with_states[0].states, layer_type_list=stages[rank].states.layer_type_list)
+        state_config = _with(
+            with_states[0].state_config, layer_type_list=stages[rank].state_config.layer_type_list
+        )
         return _with(
             config,
-            mamba_inference_state_config=states,
+            mamba_inference_state_config=state_config,
             mamba_memory_ratio=None,
             prefix_caching_mamba_gb=budget,
         )
@@ -138,7 +142,7 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
     fewest = min((stage.live_states for stage in with_states if stage.live_states is not None), default=None)
     if ratio is not None and fewest is not None and fewest != stages[rank].live_states:
         # The host divides this share by a state's bytes. For KV the host itself takes the stages' minimum.
-        ratio = (fewest + 0.5) * _live_bytes(config, stages[rank].states) / _memory_bytes(config)
+        ratio = (fewest + 0.5) * _live_bytes(config, stages[rank].state_config) / _memory_bytes(config)
     return _with(
         config,
         mamba_memory_ratio=ratio,
@@ -156,14 +160,14 @@ def _with(config: Any, **changes: Any) -> Any:
 
 def _check(config: Any, stages: Sequence[Stage]) -> None:
     for number, stage in enumerate(stages):
-        if stage.states is None:
+        if stage.state_config is None:
             raise ValueError(
                 f"pipeline stage {number} has no mamba_inference_state_config, and others have; accepted: "
                 "MambaInferenceStateConfig.from_model(model), called after install(), on every stage"
             )
-        if not _ATTENTION.intersection(stage.states.layer_type_list):
+        if not _ATTENTION.intersection(stage.state_config.layer_type_list):
             raise NotImplementedError(
-                f"pipeline stage {number} has the layers {''.join(stage.states.layer_type_list)!r}; "
+                f"pipeline stage {number} has the layers {''.join(stage.state_config.layer_type_list)!r}; "
                 "megatron-core's DynamicInferenceContext needs an attention layer on every stage"
             )
         if config.mamba_memory_ratio is None:

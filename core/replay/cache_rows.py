@@ -119,7 +119,7 @@ class UnlimitedRow:
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
         """Serve the trace; the memory in `setting` is ignored."""
         size = setting.block_size_tokens
-        num_prefixes = len(set().union(*(chain.keys for chain in chains_of(trace, size))))
+        num_prefixes = len(set().union(*(chain.hashes for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
         config = _config(
             trace, setting, {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}

@@ -33,8 +33,8 @@ def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]
     content, width = np.concatenate([prompt, answer]).astype("<u4").tobytes(), 4 * size
     for first in range(0, len(content) - width + 1, width):
         chain.append(content[first : first + width])
-    blocks = zip(chain.keys, chain.tokens, strict=True)
-    chain.tokens = [contents.setdefault(key, content) for key, content in blocks]
+    blocks = zip(chain.hashes, chain.tokens, strict=True)
+    chain.tokens = [contents.setdefault(prefix_hash, content) for prefix_hash, content in blocks]
     return chain
 
 

@@ -110,8 +110,10 @@ class TraceRecorder:
         chain = request.chain.fork()
         chain.extend_to(request.tokens)
         hashes = [
-            hashlib.blake2b(key.to_bytes(8, "big"), key=self._key, digest_size=_HASH_BYTES).hexdigest()
-            for key in chain.keys
+            hashlib.blake2b(
+                prefix_hash.to_bytes(8, "big"), key=self._key, digest_size=_HASH_BYTES
+            ).hexdigest()
+            for prefix_hash in chain.hashes
         ]
         whole = num_prompt // self._block_size
         line = {

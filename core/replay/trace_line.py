@@ -144,4 +144,6 @@ def _check_length(name: str, hashes: Hashes, accepted: Sequence[int]) -> None:
 
 
 def _numbers(hashes: Hashes, numbers: HashNumbers) -> Numbers:
-    return np.fromiter((numbers.setdefault(key, len(numbers)) for key in hashes), np.int64, len(hashes))
+    return np.fromiter(
+        (numbers.setdefault(prefix_hash, len(numbers)) for prefix_hash in hashes), np.int64, len(hashes)
+    )

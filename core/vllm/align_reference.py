@@ -24,7 +24,7 @@ class AlignState(NamedTuple):
     `conv_width`: inputs in the window of a conv state, kernel - 1 + drafts; 0 for an SSM state.
     """
 
-    states: Tensor
+    tensor: Tensor
     conv_width: int
     group: int = 0
 
@@ -82,8 +82,8 @@ class AlignLayout:
             conv_dim_first=conv_dim_first,
             table_addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
             state_records=torch.tensor(records, dtype=torch.int64, device=first.device),
-            max_state_bytes=max(state.states[0].numel() * state.states.itemsize for state in states),
-            max_window_bytes=max(state.conv_width * state.states.itemsize for state in states),
+            max_state_bytes=max(state.tensor[0].numel() * state.tensor.itemsize for state in states),
+            max_window_bytes=max(state.conv_width * state.tensor.itemsize for state in states),
         )
 
     def lies_in(self, states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> bool:
@@ -92,42 +92,42 @@ class AlignLayout:
 
 
 def _memory(states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> list[tuple[object, ...]]:
-    tensors = [*(state.states for state in states), *block_tables]
+    tensors = [*(state.tensor for state in states), *block_tables]
     places = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in tensors]
     return [*places, *(state[1:] for state in states)]
 
 
 def _record(state: AlignState, conv_dim_first: bool, device: torch.device) -> StateRecord:
-    states, width, group = state
-    if states.device != device or states.itemsize not in _BITS:
+    tensor, width, group = state
+    if tensor.device != device or tensor.itemsize not in _BITS:
         raise ValueError(
-            f"a state is {states.dtype} on {states.device}; accepted: elements of up to 8 bytes on {device}"
+            f"a state is {tensor.dtype} on {tensor.device}; accepted: elements of up to 8 bytes on {device}"
         )
-    shape, strides, size = states.shape[1:], states.stride()[1:], states.itemsize
-    inner_size, num_rows, row_stride = states[0].numel(), 1, 0
+    shape, strides, size = tensor.shape[1:], tensor.stride()[1:], tensor.itemsize
+    inner_size, num_rows, row_stride = tensor[0].numel(), 1, 0
     if width:
         window_dim = 1 if conv_dim_first else 0
         if len(shape) != 2 or shape[window_dim] != width:
             order = "dim, window" if conv_dim_first else "window, dim"
             raise ValueError(
-                f"a conv state of window {width} has shape {list(states.shape)}; accepted: [slots, {order}]"
+                f"a conv state of window {width} has shape {list(tensor.shape)}; accepted: [slots, {order}]"
             )
         num_rows, inner_size, row_stride = shape[0], shape[1], strides[0] * size
         contiguous = strides[1] == 1 or inner_size == 1
     else:
-        contiguous = states[0].is_contiguous()
+        contiguous = tensor[0].is_contiguous()
     if not contiguous:
         raise ValueError(f"a state has shape {list(shape)} and strides {strides}; accepted: one without gaps")
     return StateRecord(
-        base_address=states.data_ptr(),
-        slot_stride=states.stride(0) * size,
+        base_address=tensor.data_ptr(),
+        slot_stride=tensor.stride(0) * size,
         element_size=size,
         inner_size=inner_size,
         conv_width=width,
         group=group,
         num_rows=num_rows,
         row_stride=row_stride,
-        num_slots=len(states),
+        num_slots=len(tensor),
     )
 
 
@@ -167,19 +167,19 @@ def _copy_rows(
 ) -> None:
     """Copy the states of the rows that move, as integers: a NaN copied as a float might change its bits."""
     for tensor, width, group in layout.states:
-        table, states = layout.block_tables[group], tensor.view(_BITS[tensor.itemsize])
+        table, elements = layout.block_tables[group], tensor.view(_BITS[tensor.itemsize])
         read = sources if width else sources + biases
         inside = moves & (biases >= 0) & (torch.minimum(read, destinations) >= 0)
         rows = (inside & (torch.maximum(read, destinations) < table.shape[1])).nonzero()[:, 0]
         slots = torch.stack([table[rows, read[rows]], table[rows, destinations[rows]]]).long()
-        exist = ((slots >= 0) & (slots < len(states))).all(0)
+        exist = ((slots >= 0) & (slots < len(elements))).all(0)
         (source, destination), bias = slots[:, exist], biases[rows[exist]]
-        copied = states[source]
+        copied = elements[source]
         if width:  # inputs from `bias` on go to the window's front, and its end stays
             window_dim = 2 if layout.conv_dim_first else 1
             inputs = torch.arange(width, device=bias.device) + bias[:, None]
             inputs = inputs[:, None] if layout.conv_dim_first else inputs[:, :, None]
             inputs = inputs.expand_as(copied)
             shifted = copied.gather(window_dim, inputs.clamp(max=width - 1))
-            copied = torch.where(inputs < width, shifted, states[destination])
-        states[destination] = copied
+            copied = torch.where(inputs < width, shifted, elements[destination])
+        elements[destination] = copied

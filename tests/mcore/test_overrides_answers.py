@@ -136,8 +136,8 @@ def test_answers_are_hashed_as_the_host_hashes_prompts() -> None:
     prompt = torch.tensor(said[: BLOCK + 3])
     track = RequestTrack(prompt, compute_block_hashes_batched(prompt, BLOCK), BLOCK, said[BLOCK + 3 :])
     expected = compute_block_hashes_batched(torch.tensor(said), BLOCK)
-    assert track.keys(2) == expected[:2]
-    assert track.keys(4) == expected
+    assert track.hashes_to(2) == expected[:2]
+    assert track.hashes_to(4) == expected
 
 
 def test_the_prompt_is_fetched_once_to_be_hashed() -> None:
@@ -152,8 +152,8 @@ def test_the_prompt_is_fetched_once_to_be_hashed() -> None:
     prompt = torch.tensor(said[: 3 * BLOCK])
     keys = compute_block_hashes_batched(prompt, BLOCK)
     track = RequestTrack(prompt.as_subclass(OnDevice), keys, BLOCK, said[3 * BLOCK :])
-    assert track.keys(3) == keys
-    assert track.keys(4) == compute_block_hashes_batched(torch.tensor(said), BLOCK)
+    assert track.hashes_to(3) == keys
+    assert track.hashes_to(4) == compute_block_hashes_batched(torch.tensor(said), BLOCK)
     assert OnDevice.fetched == 1
 
 

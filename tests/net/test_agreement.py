@@ -95,7 +95,7 @@ def another_free_slot(engine: Engine) -> None:
 
 def another_victim(engine: Engine) -> None:
     slots = engine.context.prefix_cache.slots
-    slots.states.note_use(min(slots.states.slot_of_block.values()))
+    slots.cached_states.note_use(min(slots.cached_states.slot_of_block.values()))
     serve(engine, range(10, 18))
 
 
@@ -136,7 +136,7 @@ def a_reset_cache(engine: Engine) -> None:
 
 def a_lost_state(engine: Engine) -> None:
     slots = engine.context.prefix_cache.slots
-    slots.remove([next(iter(slots.states.slot_of_block))])
+    slots.remove([next(iter(slots.cached_states.slot_of_block))])
     serve(engine, range(20, 21))
 
 

@@ -229,7 +229,10 @@ class Agreement:
         Of several states that a slot held in between, none is noted.
         """
         slots = self._context.prefix_cache.slots
-        before, now = self._slot_blocks, [slots.states.block_of(slot) for slot in range(slots.num_slots)]
+        before, now = (
+            self._slot_blocks,
+            [slots.cached_states.block_of(slot) for slot in range(slots.num_slots)],
+        )
         for slot, (old, new) in enumerate(zip(before, now, strict=True)):
             if old != new and old >= 0:
                 self._note(f"slot {slot} lost the state of block {old}")
@@ -278,7 +281,7 @@ class Agreement:
         shared = path.blocks[: path.num_registered]
         if not scheduled.num_resumed:
             return f"starts at {scheduled.start}, shares blocks {shared}"
-        slot = self._context.prefix_cache.slots.states.slot_of(scheduled.block_at(scheduled.start))
+        slot = self._context.prefix_cache.slots.cached_states.slot_of(scheduled.block_at(scheduled.start))
         return f"resumes at {scheduled.start} from slot {slot}, shares blocks {shared}"
 
     # ---- comparing

@@ -13,10 +13,10 @@ class HashedTree(BlockTree):
         super().__init__(num_blocks)
         self._hash = hash_of
 
-    def key_of(self, block: int) -> int:
+    def hash_of(self, block: int) -> int:
         return self._hash(block)
 
-    def keys_to(self, block: int) -> list[int]:
+    def hashes_to(self, block: int) -> list[int]:
         return [self._hash(block)]
 
 

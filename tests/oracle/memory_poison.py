@@ -75,7 +75,7 @@ class MemoryPoison:
             _fill(states, 1, slots)
         encoded = memory.durable_pool
         if encoded is not memory.state_pool:
-            written = {*cache.states.slot_of_block.values(), *_uncommitted(self._context)}
+            written = {*cache.cached_states.slot_of_block.values(), *_uncommitted(self._context)}
             unused = set(range(encoded.num_durable)) - written
             encoded.memory.index_fill_(0, tensor_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)

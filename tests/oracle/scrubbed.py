@@ -30,7 +30,7 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     free = [slot for slot in slots.tolist() if slot not in {*held, *pinned}]
     _assert_zero(memory.state_pool.memory, free, "a state slot")
     if memory.durable_pool is not memory.state_pool:
-        owned = {*cache.slots.states.slot_of_block.values(), *cache.slots.reserved}
+        owned = {*cache.slots.cached_states.slot_of_block.values(), *cache.slots.reserved}
         free = sorted(set(range(memory.durable_pool.num_durable)) - owned)
         _assert_zero(memory.durable_pool.memory, free, "a slot of an encoded state")
     kv = memory.kv_cache.movedim(2, 0)

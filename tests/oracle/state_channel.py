@@ -24,8 +24,8 @@ def resumable_keys(cache: PrefixCache) -> set[int]:
     tree, tier = cache.kv_blocks.tree, cache.tier
     return {
         key
-        for key, block in tree.block_of_key.items()
-        if block in cache.slots.states.slot_of_block or (tier is not None and key in tier)
+        for key, block in tree.block_of_hash.items()
+        if block in cache.slots.cached_states.slot_of_block or (tier is not None and key in tier)
     }
 
 

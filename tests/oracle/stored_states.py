@@ -88,7 +88,7 @@ class RoundedEngine:
                 self._running[scheduled.allocation] = 0, _copied(self._lm.states)
             elif position != scheduled.start:
                 self.num_resumed += 1
-                stored = self._slots[slots.states.slot_of(scheduled.block_at(scheduled.start))]
+                stored = self._slots[slots.cached_states.slot_of(scheduled.block_at(scheduled.start))]
                 self._running[scheduled.allocation] = scheduled.start, self.rounded(stored)
 
     def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:

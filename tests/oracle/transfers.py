@@ -42,16 +42,16 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
     kv, slots = engine.context.prefix_cache.kv_blocks, engine.context.prefix_cache.slots
     return {
         "references": list(kv.tree.references),
-        "hashes": list(map(kv.tree.key_of, range(kv.total_count))),
-        "blocks": dict(kv.tree.block_of_key),
+        "hashes": list(map(kv.tree.hash_of, range(kv.total_count))),
+        "blocks": dict(kv.tree.block_of_hash),
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
-        "states": dict(slots.states.slot_of_block),
-        "state keys": dict(slots.states.block_of_key),
+        "states": dict(slots.cached_states.slot_of_block),
+        "state keys": dict(slots.cached_states.block_of_hash),
         "free slots": list(slots.free_slots),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),
-        "recency": slots.states.by_recency(),
+        "recency": slots.cached_states.by_recency(),
         "order of eviction": eviction_order(slots),
     }
 

@@ -30,7 +30,7 @@ class Admission:
         config: InferenceConfig,
         chunk_size: int,
         cache: PrefixCache,
-        states: RequestStates,
+        request_states: RequestStates,
         memory: DeviceMemory,
     ) -> None:
         self._caches = config.enable_prefix_caching
@@ -38,7 +38,7 @@ class Admission:
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
         self._cache = cache
-        self._states = states
+        self._request_states = request_states
         self._scrubber = memory.scrubber
         pages = memory.sizes.pages
         self._has_pages = pages.tokens > 0
@@ -193,7 +193,7 @@ class Admission:
             allocation = self.admit(request, match.resume_slot, evict_last)
         self._cache.hold(allocation.path, match)
         if resumes:  # first: to grow may evict states
-            self._states.start_from(allocation, match.resume_slot, start)
+            self._request_states.start_from(allocation, match.resume_slot, start)
         self._cache.grow(allocation.path, self._num_blocks(stop))
         if self._has_pages:
             self.page_table.grow(allocation, stop % self._chunk_size)
@@ -286,7 +286,7 @@ class Admission:
         for allocation in self.allocations:
             if self.num_available_slots >= self.slots_per_row:
                 return True
-            self._states.move_to_live(allocation)
+            self._request_states.move_to_live(allocation)
         return self.num_available_slots >= self.slots_per_row
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -299,9 +299,9 @@ class Admission:
         others = [other for other in waiting if other is not request] if self._caches else []
         if not others:
             return 0
-        keys = [other.keys_to(other.max_resume_tokens) for other in others]
-        num_resumed = match.resume_tokens // self._block_size
-        return best_shared_depth(request.keys_to(len(request.tokens)), keys, num_resumed) * self._block_size
+        waiting_hashes = [other.hashes_to(other.max_resume_tokens) for other in others]
+        hashes, num_resumed = request.hashes_to(len(request.tokens)), match.resume_tokens // self._block_size
+        return best_shared_depth(hashes, waiting_hashes, num_resumed) * self._block_size
 
     def _branch_tokens(self, match: PrefixMatch, request: DynamicInferenceRequest) -> int:
         """After how many tokens the request departs from an earlier or a waiting one; 0: from none.
@@ -310,7 +310,7 @@ class Admission:
         """
         depth, shared = match.seen_tokens // self._block_size, request.shared_tokens
         is_inside = 0 < depth < len(request.tokens) // self._block_size
-        branches = is_inside and self._cache.tree.was_continued(request.chain.keys[depth - 1])
+        branches = is_inside and self._cache.tree.was_continued(request.chain.hashes[depth - 1])
         return max(match.seen_tokens if branches else 0, shared if shared > match.resume_tokens else 0)
 
     def _boundaries(self, allocation: Allocation, start: int, stop: int) -> tuple[Boundary, ...]:

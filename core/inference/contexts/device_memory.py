@@ -101,9 +101,9 @@ class DeviceMemory:
         self._unit_sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
         self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
         self._blocks: Tensor | None = None  # [KV blocks, bytes of one], where pages of inputs lie in blocks
-        self.kv_cache, states = self._new_memory()
+        self.kv_cache, slots = self._new_memory()
         is_shared = caching and not encodes
-        self.state_pool = StatePool(spec.states, num_live, num_durable, spec.device, is_shared, states)
+        self.state_pool = StatePool(spec.states, num_live, num_durable, spec.device, is_shared, slots)
         self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
@@ -168,9 +168,9 @@ class DeviceMemory:
             return
         self.deallocate()  # after an interrupted call
         try:
-            self.kv_cache, states = self._new_memory()
-            self.state_pool.allocate(states)
-            states = None  # a traceback keeps this frame, and would keep the memory
+            self.kv_cache, slots = self._new_memory()
+            self.state_pool.allocate(slots)
+            slots = None  # a traceback keeps this frame, and would keep the memory
             if self.durable_pool is not self.state_pool:
                 self.durable_pool.allocate()
             self.input_pool = self._new_inputs()

@@ -61,7 +61,7 @@ class DynamicInferenceContext:
         )  # fmt: skip
         if self.prefix_cache.tier is not None:
             scrubber.host_slots = self.prefix_cache.tier.host.dirty
-        self._states = self._request_states()
+        self._request_states = self._new_request_states()
         self._empty_rows()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
@@ -69,7 +69,7 @@ class DynamicInferenceContext:
             self.admission.page_table.array.shape[1],
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
-        self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._states, self.memory)
+        self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._request_states, self.memory)
         self.batch: tuple[ScheduledRequest, ...] = ()
         self.uncommitted: list[ScheduledRequest] = []
         self.observers: list[StepObserver] = []
@@ -93,7 +93,7 @@ class DynamicInferenceContext:
     def _spec_of_memory(self) -> HybridStateSpec:
         return self.spec
 
-    def _request_states(self) -> RequestStates:
+    def _new_request_states(self) -> RequestStates:
         pool, durable, cache = self.memory.state_pool, self.memory.durable_pool, self.prefix_cache
         in_place = not self.spec.separate_states
         if durable is not pool:
@@ -104,7 +104,7 @@ class DynamicInferenceContext:
 
     def _empty_rows(self) -> None:
         self.admission = Admission(
-            self.config, self._chunk_size, self.prefix_cache, self._states, self.memory
+            self.config, self._chunk_size, self.prefix_cache, self._request_states, self.memory
         )
 
     # ---- what observers read
@@ -163,9 +163,9 @@ class DynamicInferenceContext:
         """Reserve slots for the states of the batch, and gather the states that its requests start from."""
         in_row_order = sorted(batch, key=lambda scheduled: not scheduled.decoding)
         idle_slots = self.admission.idle_slots
-        max_inner_states = self._states.max_inner_states(in_row_order, idle_slots)
+        max_inner_states = self._request_states.max_inner_states(in_row_order, idle_slots)
         self.batch = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
-        self._states.gather(self.batch, idle_slots)
+        self._request_states.gather(self.batch, idle_slots)
 
     def end_step(
         self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None,
@@ -183,9 +183,9 @@ class DynamicInferenceContext:
         if any(scheduled.drafts for scheduled in self.batch):
             assert num_accepted is not None, "drafts are not verified"
             late = self._verify(num_accepted)
-        self._states.scatter(self.batch, late)
+        self._request_states.scatter(self.batch, late)
         for scheduled in self.batch:
-            self._states.release_source(scheduled)
+            self._request_states.release_source(scheduled)
             self._count(scheduled)
             committed: dict[int, int] = {}
             if scheduled.destinations or scheduled.completes_block(self.config.block_size_tokens):
@@ -193,7 +193,7 @@ class DynamicInferenceContext:
                     self.uncommitted.append(scheduled)
                 else:
                     committed = self._commit(scheduled)
-            self._states.advance(scheduled, committed)
+            self._request_states.advance(scheduled, committed)
             if scheduled.allocation.pages and not scheduled.allocation.num_computed % self._chunk_size:
                 self.admission.page_table.release(scheduled.allocation)
             if scheduled.decoding and self.config.num_speculative_tokens:
@@ -277,7 +277,7 @@ class DynamicInferenceContext:
     def reset_prefix_cache(self) -> None:
         """Remove every prefix, state, pin and ghost. Running requests go on, but cache nothing any more."""
         for allocation in self.admission.allocations:
-            self._states.move_to_live(allocation)
+            self._request_states.move_to_live(allocation)
         self.prefix_cache.clear([allocation.path for allocation in self.admission.allocations])
         self.uncommitted = []
 
@@ -318,7 +318,7 @@ class DynamicInferenceContext:
         """Raise AssertionError where requests, pools and maps contradict each other; O(pools)."""
         allocations, during_step = self.admission.allocations, bool(self.batch)
         self.admission.check_integrity()
-        self._states.check_integrity(allocations, during_step)
+        self._request_states.check_integrity(allocations, during_step)
         pages = [page for allocation in allocations for page in allocation.pages]
         slots = [slot for scheduled in self.uncommitted for slot in scheduled.destinations.values()]
         reserved = self.prefix_cache.slots.reserved

@@ -18,12 +18,12 @@ class HostTree(BlockTree):
         super().__init__(num_blocks)
         self.host_kv = host_kv
 
-    def key_of(self, block: int) -> int:
-        return int(self.host_kv.block_hashes[block])
+    def hash_of(self, block: int) -> int:
+        return max(0, int(self.host_kv.block_hashes[block]))
 
-    def keys_to(self, block: int) -> list[int]:
+    def hashes_to(self, block: int) -> list[int]:
         """The hash of the block alone: a host does not say what precedes it."""
-        return [self.key_of(block)]
+        return [self.hash_of(block)]
 
 
 class HostStates:

@@ -37,7 +37,7 @@ class WrittenStates(NamedTuple):
     scratch_indices: list[int]  # of the inner states
     end_blocks: list[int]
     rows: list[int]  # the requests whose live states they are
-    keys: list[int]  # of the inner blocks, then of the end blocks
+    hashes: list[int]  # of the inner blocks, then of the end blocks
 
 
 class MambaSlotAllocator:
@@ -107,7 +107,7 @@ class MambaSlotAllocator:
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
-        self.hash_to_block_id = self.slots.states.block_of_key
+        self.hash_to_block_id = self.slots.cached_states.block_of_hash
         if self._block_size % settings.grid:
             warnings.warn(
                 f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({settings.grid}): "
@@ -115,7 +115,7 @@ class MambaSlotAllocator:
                 stacklevel=2,
             )
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
-        self._states = HostStates(context, empty, self.max_slots, self.max_intermediate_count)
+        self._host_states = HostStates(context, empty, self.max_slots, self.max_intermediate_count)
         self._planned = PlannedStates(
             size_of(context, "max_requests"), self.max_intermediate_count, settings.grid, self._block_size
         )
@@ -140,32 +140,32 @@ class MambaSlotAllocator:
 
     @property
     def conv_states(self) -> Tensor:
-        return self._states.durable.conv
+        return self._host_states.durable.conv
 
     @property
     def ssm_states(self) -> Tensor:
-        return self._states.durable.ssm
+        return self._host_states.durable.ssm
 
     @property
     def intermediate_conv_out(self) -> Tensor:
-        return self._states.scratch.conv
+        return self._host_states.scratch.conv
 
     @property
     def intermediate_ssm_out(self) -> Tensor:
-        return self._states.scratch.ssm
+        return self._host_states.scratch.ssm
 
     # ---- lookup
 
     @property
     def block_to_slot(self) -> Tensor:
         slots = torch.full((self._num_blocks,), -1, dtype=torch.int32, device="cpu")
-        by_block = self.slots.states.slot_of_block
+        by_block = self.slots.cached_states.slot_of_block
         slots[list(by_block)] = torch.tensor(list(by_block.values()), dtype=torch.int32, device="cpu")
         return slots
 
     @property
     def slot_to_block(self) -> Tensor:
-        blocks = [self.slots.states.block_of(slot) for slot in range(self.max_slots)]
+        blocks = [self.slots.cached_states.block_of(slot) for slot in range(self.max_slots)]
         return torch.tensor(blocks, dtype=torch.int32, device="cpu")
 
     @property
@@ -178,14 +178,14 @@ class MambaSlotAllocator:
 
     def get_slot(self, block_id: int) -> int:
         """The committed slot of `block_id`, or -1."""
-        return self.slots.states.slot_of(integer("block_id", block_id, 0, self._num_blocks - 1))
+        return self.slots.cached_states.slot_of(integer("block_id", block_id, 0, self._num_blocks - 1))
 
     # ---- reservations
 
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
         """See `StateSlots.reserve_slots`."""
         blocks = self._checked_blocks(block_ids)
-        taken = {*self.slots.reserved.values(), *self.slots.states.slot_of_block}
+        taken = {*self.slots.reserved.values(), *self.slots.cached_states.slot_of_block}
         if len(set(blocks)) < len(blocks) or not taken.isdisjoint(blocks):
             raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks without state or reservation")
         return self.slots.reserve_slots(blocks)
@@ -219,7 +219,7 @@ class MambaSlotAllocator:
 
     def note_use(self, slot: int) -> None:
         """See `CachedStates.note_use`."""
-        self.slots.states.note_use(self._checked_committed(slot))
+        self.slots.cached_states.note_use(self._checked_committed(slot))
 
     # ---- slots that enter the maps at once, and invalidation
 
@@ -235,7 +235,7 @@ class MambaSlotAllocator:
         return self.slots.allocate(blocks)
 
     def invalidate_block(self, block_id: int) -> None:
-        """Free the slot of `block_id`, if any, and remove its index key."""
+        """Free the slot of `block_id`, if any, and remove its hash from the index."""
         self.slots.remove([integer("block_id", block_id, 0, self._num_blocks - 1)])
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
@@ -247,21 +247,22 @@ class MambaSlotAllocator:
 
         A hash in use keeps finding its older state.
         """
-        keys = hashes if ints_within(hashes, 1, MAX_HASH) else integers("hashes", hashes, ~MAX_HASH, MAX_HASH)
+        findable = ints_within(hashes, 1, MAX_HASH)
+        hashes = hashes if findable else integers("hashes", hashes, ~MAX_HASH, MAX_HASH)
         # Blocks with a slot are in range: the look-up below says so.
         exact = type(block_ids) is list and countOf(map(type, block_ids), int) == len(block_ids)
-        blocks = block_ids if exact and keys is hashes else self._checked_blocks(block_ids)
-        if len(blocks) != len(keys):
-            raise ValueError(f"hashes has {len(keys)} entries; accepted: {len(blocks)}, as block_ids")
-        if keys is not hashes:  # some may be <= 0
-            named = [(block, key) for block, key in zip(blocks, keys, strict=True) if key > 0]
-            blocks, keys = [block for block, _ in named], [key for _, key in named]
-        slot_of_block = self.slots.states.slot_of_block
+        blocks = block_ids if exact and findable else self._checked_blocks(block_ids)
+        if len(blocks) != len(hashes):
+            raise ValueError(f"hashes has {len(hashes)} entries; accepted: {len(blocks)}, as block_ids")
+        if not findable:  # some may be <= 0
+            blocks = [block for block, prefix_hash in zip(blocks, hashes, strict=True) if prefix_hash > 0]
+            hashes = [prefix_hash for prefix_hash in hashes if prefix_hash > 0]
+        slot_of_block = self.slots.cached_states.slot_of_block
         try:
             slots = [slot_of_block[block] for block in blocks]
         except KeyError:
             raise refused("block_ids", block_ids, "blocks with a slot") from None
-        self.slots.states.set_keys(blocks, slots, keys)
+        self.slots.cached_states.set_hashes(blocks, slots, hashes)
 
     # ---- states
 
@@ -291,7 +292,9 @@ class MambaSlotAllocator:
             raise ValueError(f"slots is {slots}; accepted: distinct slots")
         for slot in slots:
             self._check_writable(slot)
-        self._states.keep_live([self._states.live_slot(request) for request in request_indices], slots)
+        self._host_states.keep_live(
+            [self._host_states.live_slot(request) for request in request_indices], slots
+        )
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the state of `block_id` into the request's live slot, which counts as a use of the state.
@@ -304,17 +307,17 @@ class MambaSlotAllocator:
         integer("request_idx", request_idx, 0, len(rows) - 1)
         if slot < 0:
             return False
-        live_slot = self._states.live_slot(request_idx)
-        self.slots.states.note_use(slot)
-        self._states.restore([slot], [live_slot])
+        live_slot = self._host_states.live_slot(request_idx)
+        self.slots.cached_states.note_use(slot)
+        self._host_states.restore([slot], [live_slot])
         return True
 
     def _check_writable(self, slot: int) -> None:
         """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
         slots = self.slots
-        block = slots.states.block_of(slot)
+        block = slots.cached_states.block_of(slot)
         unowned = block < 0 and slot not in slots.reserved
-        if slot in slots.pins or unowned or slots.states.key_of(slot) > 0:
+        if slot in slots.pins or unowned or slots.cached_states.hash_of(slot):
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 
     # ---- before the step
@@ -393,12 +396,12 @@ class MambaSlotAllocator:
         ranks = self._planned.ranks()
         by_worth = sorted(range(len(blocks)), key=lambda i: ranks.get(blocks[i], 0))
         count = min(len(blocks), self.slots.num_available) if blocks else 0
-        self.slots.states.note_refused([written.keys[i] for i in by_worth[count:]])
+        self.slots.cached_states.note_refused([written.hashes[i] for i in by_worth[count:]])
         self.num_dropped += len(blocks) - count
         if not count:
             return
         kept = sorted(by_worth[:count])
-        blocks, sources, keys = ([listed[i] for i in kept] for listed in (blocks, sources, written.keys))
+        blocks, sources, hashes = ([listed[i] for i in kept] for listed in (blocks, sources, written.hashes))
         num_inner = bisect_left(kept, len(written.inner_blocks))
         taken = self.slots.allocate(blocks)
         try:
@@ -407,26 +410,26 @@ class MambaSlotAllocator:
         except BaseException:
             self.slots.remove(blocks)
             raise
-        self.register_block_hashes_batch(blocks, keys)
+        self.register_block_hashes_batch(blocks, hashes)
 
     def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
         """The states at the step's planned boundaries whose blocks have none yet, as `WrittenStates`."""
         metadata = self.context.mamba_metadata
         counts = metadata.per_request_intermediate_counts if metadata.intermediate_count > 0 else ()
         inner, ends = self._planned.written(self._prefill_rows(), counts)
-        states, reserved = self.slots.states, set(self.slots.reserved.values())
-        keys: dict[int, int] = {}
+        cached_states, reserved = self.slots.cached_states, set(self.slots.reserved.values())
+        hash_of_block: dict[int, int] = {}
         for block in (*inner, *ends):
-            key = self.slots.tree.key_of(block)
-            findable = key > 0 and states.block_of_key.get(key, block) == block
-            if findable and block not in reserved and block not in states.slot_of_block:
-                keys[block] = key
-        inner = {block: offset for block, offset in inner.items() if block in keys}
-        ends = {block: row for block, row in ends.items() if block in keys}
-        return [*inner], [*inner.values()], [*ends], [*ends.values()], [*keys.values()]
+            prefix_hash = self.slots.tree.hash_of(block)
+            findable = prefix_hash > 0 and cached_states.block_of_hash.get(prefix_hash, block) == block
+            if findable and block not in reserved and block not in cached_states.slot_of_block:
+                hash_of_block[block] = prefix_hash
+        inner = {block: offset for block, offset in inner.items() if block in hash_of_block}
+        ends = {block: row for block, row in ends.items() if block in hash_of_block}
+        return [*inner], [*inner.values()], [*ends], [*ends.values()], [*hash_of_block.values()]
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        self._states.keep_scratch(src_offsets, slots)
+        self._host_states.keep_scratch(src_offsets, slots)
 
     def _clear_intermediate_state(self) -> None:
         self._planned.clear_rows(self._prefill_rows())
@@ -440,7 +443,7 @@ class MambaSlotAllocator:
 
     def _clear_planned(self) -> None:
         self._planned.clear_rows(slice(None))
-        self._states.clear_scratch()
+        self._host_states.clear_scratch()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where slots, blocks and KV hashes contradict each other; O(blocks + slots)."""
@@ -460,6 +463,6 @@ class MambaSlotAllocator:
         return slots
 
     def _checked_committed(self, slot: int) -> int:
-        if self.slots.states.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
+        if self.slots.cached_states.block_of(integer("slot", slot, 0, self.max_slots - 1)) < 0:
             raise ValueError(f"slot is {slot}; accepted: a committed slot")
         return int(slot)

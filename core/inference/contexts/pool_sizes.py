@@ -152,12 +152,12 @@ def _too_small(config: InferenceConfig, ranks: Sequence[RankMemory], least: Sequ
     needed = [(size + rank.undivided_bytes) / GIGABYTE for size, rank in zip(least, ranks, strict=True)]
     given = [rank.total_gb or 0.0 for rank in ranks]
     rank = max(range(len(ranks)), key=lambda i: needed[i] - given[i])
-    states = "one cached state, " if config.enable_prefix_caching else ""
+    state = "one cached state, " if config.enable_prefix_caching else ""
     where = f" on rank {rank}" if len(ranks) > 1 else ""
     return ValueError(
         f"total_gb is {given[rank]:.3g}{where}; accepted: at least {needed[rank]:.3g} "
         f"({needed[rank] - given[rank]:.3g} more) for {config.max_requests} running requests (max_requests), "
-        f"{states}and the KV of one sequence of {config.max_sequence_length} tokens (max_sequence_length)"
+        f"{state}and the KV of one sequence of {config.max_sequence_length} tokens (max_sequence_length)"
     )
 
 

@@ -217,10 +217,10 @@ class DynamicInferenceRequest:
         limit = len(self.tokens) - 1
         return limit if self.max_unscored_tokens is None else min(limit, self.max_unscored_tokens)
 
-    def keys_to(self, num_tokens: int) -> list[int]:
+    def hashes_to(self, num_tokens: int) -> list[int]:
         """The hashes of the first tokens' whole blocks; a replay's chain also has the answer to come."""
         self.chain.extend_to(self.tokens)
-        return self.chain.keys[: num_tokens // self.chain.block_size_tokens]
+        return self.chain.hashes[: num_tokens // self.chain.block_size_tokens]
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -108,7 +108,7 @@ class StepBuilder:
         buffer: StepBuffer,
         config: InferenceConfig,
         chunk_size: int,
-        states: RequestStates,
+        request_states: RequestStates,
         memory: DeviceMemory,
     ) -> None:
         self._buffer = buffer
@@ -116,7 +116,7 @@ class StepBuilder:
         self._chunk_size = chunk_size
         self._replays = config.decodes_by_replay
         self._batch_invariant = bool(config.batch_invariant)
-        self._states = states
+        self._request_states = request_states
         self._memory = memory
 
     def build(
@@ -176,7 +176,7 @@ class StepBuilder:
             (
                 (row, position, index, position in scheduled.destinations)
                 for row, scheduled in enumerate(batch[layout.num_decodes :])
-                for position, index in self._states.inner_destinations(scheduled)
+                for position, index in self._request_states.inner_destinations(scheduled)
             ),
             key=lambda entry: not entry[3],
         )
@@ -188,7 +188,7 @@ class StepBuilder:
         chunk_destinations[grid.checkpoint_chunks] = slots
         return {
             "state_destinations": [
-                index for scheduled in batch for index in self._states.destinations(scheduled)
+                index for scheduled in batch for index in self._request_states.destinations(scheduled)
             ],
             "state_sources": [
                 scheduled.allocation.state_index if scheduled.allocation.num_computed else -1
@@ -214,7 +214,9 @@ class StepBuilder:
             "replay.input_rows": rows,
             "replay.pages": page_table[rows],
             "replay.starts": starts,
-            "replay.destinations": [self._states.completed_destination(scheduled) for scheduled in batch],
+            "replay.destinations": [
+                self._request_states.completed_destination(scheduled) for scheduled in batch
+            ],
             "replay.tail_starts": tails[layout.num_decodes :],
         }
 

@@ -429,7 +429,7 @@ class DynamicInferenceEngine:
         cache = self.context.prefix_cache
         if not cache.resumable_tokens(chain):
             raise ValueError(
-                f"tokens is a prefix of {len(chain.keys)} whole blocks; accepted: one with a cached state"
+                f"tokens is a prefix of {len(chain.hashes)} whole blocks; accepted: one with a cached state"
             )
         pinned: PinnedPrefix = self._apply("pin", chain)
         return pinned

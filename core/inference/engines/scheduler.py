@@ -127,12 +127,12 @@ class Scheduler:
     def _awaits_uncommitted(self) -> bool:
         """Whether a waiting request may resume from a state that is findable once the last step is read."""
         prefills = [scheduled for scheduled in self._context.uncommitted if not scheduled.decoding]
-        keys = {scheduled.key_at(position) for scheduled in prefills for position in scheduled.destinations}
+        keys = {scheduled.hash_at(position) for scheduled in prefills for position in scheduled.destinations}
         if not keys or len(self._context.requests) >= self._config.max_requests:
             return False
         for request in islice(self.waiting.values(), _MAX_AWAITING):
             self._context.admission.match(request)  # extends the chain
-            if not keys.isdisjoint(request.chain.keys):
+            if not keys.isdisjoint(request.chain.hashes):
                 return True
         return False
 
@@ -250,8 +250,8 @@ class PendingStates:
         for boundary in scheduled.boundaries:
             if self._cache.slots.num_available <= len(self._positions):
                 return
-            key = scheduled.key_at(boundary.position)
-            if key not in self._positions and key not in self._cache.states.block_of_key:
+            key = scheduled.hash_at(boundary.position)
+            if key not in self._positions and key not in self._cache.cached_states.block_of_hash:
                 self._positions[key] = boundary.position
 
     def defers(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
@@ -261,7 +261,7 @@ class PendingStates:
             request.may_wait = False
         if not request.may_wait:
             return False
-        deepest, keys, size = request.max_resume_tokens, request.chain.keys, request.chain.block_size_tokens
+        deepest, keys, size = request.max_resume_tokens, request.chain.hashes, request.chain.block_size_tokens
         pending = (
             position
             for key, position in self._positions.items()

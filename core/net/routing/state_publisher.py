@@ -37,7 +37,7 @@ class StatePublisher:
         self.replica = StateEvents(replica, 0, 0).replica if isinstance(replica, str) else ""
         if not self.replica:
             raise refused("replica", replica, "a str that is not empty")
-        self._states = cache.states
+        self._cached_states = cache.cached_states
         self._epoch = time.time_ns()  # larger than that of an earlier process with this replica's name
         self._sequence = -1
         self._published: set[int] = set()
@@ -45,8 +45,8 @@ class StatePublisher:
 
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
-        index, published, is_first = self._states, self._published, self._sequence < 0
-        states, copies, version = index.block_of_key, index.offloaded, index.version
+        index, published, is_first = self._cached_states, self._published, self._sequence < 0
+        states, copies, version = index.block_of_hash, index.offloaded, index.version
         changed = None if is_first else index.changed_since(self._version)
         if changed is None:
             changed = {*states, *copies} ^ published

@@ -56,9 +56,9 @@ class CacheAccess:
 
     def state_slots(self) -> dict[int, int]:
         """Block -> slot of each state that a prompt can find, the most recently used first."""
-        states = self.slots.states
+        states = self.slots.cached_states
         # Not a slot that a host has allocated and not registered: it has an earlier state's bytes until then.
-        findable = set(states.block_of_key.values())
+        findable = set(states.block_of_hash.values())
         by_recency = [(states.block_of(slot), slot) for slot in reversed(states.by_recency())]
         return {block: slot for block, slot in by_recency if block in findable}
 
@@ -141,7 +141,7 @@ def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
     """The cached blocks of a prefix, from its first one on; [] for a hash without a state."""
     if isinstance(prefix, int) and not isinstance(prefix, bool):
         path: list[int] = []
-        block: int | bytes | None = access.slots.states.block_of_key.get(prefix)
+        block: int | bytes | None = access.slots.cached_states.block_of_hash.get(prefix)
         while isinstance(block, int):
             path.append(block)
             block, _ = access.kv_blocks.tree.content_of(block)
@@ -152,13 +152,13 @@ def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
     root = access.engine.salt_key.root(salt_bytes(f"prefixes[{index}][1]", salt))
     chain = PrefixHashChain(access.block_size_tokens, root)
     chain.extend_to(integers(f"prefixes[{index}][0]", tokens, 0, access.spec.vocab_size - 1))
-    return list(access.kv_blocks.tree.match(chain.root, chain.keys, chain.tokens))
+    return list(access.kv_blocks.tree.match(chain.root, chain.hashes, chain.tokens))
 
 
 def recent_states(engine: DynamicInferenceEngine) -> list[int]:
     """The hashes of the states that a prompt can find, the most recently used first; alike on all ranks."""
     access = CacheAccess(engine, "recent_states")
-    return list(map(access.slots.states.key_of, access.state_slots().values()))
+    return list(map(access.slots.cached_states.hash_of, access.state_slots().values()))
 
 
 def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[int], PrefixForest]:

@@ -214,7 +214,7 @@ class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unkn
                 node, depth = waiting.pop()
                 chain.cut_to(depth * size)
                 chain.append(self.tokens[node])
-                keys[node] = chain.keys[-1]
+                keys[node] = chain.hashes[-1]
                 waiting += [(child, depth + 1) for child in children.get(node, ())]
         return tuple(keys)
 

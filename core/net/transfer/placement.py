@@ -109,7 +109,7 @@ class Placement:
                 self._block_of.update(zip(nodes, blocks, strict=False))
             visited.update(nodes)
             if state in self._block_of:
-                slot = self._slots.states.slot_of(self._block_of[state])
+                slot = self._slots.cached_states.slot_of(self._block_of[state])
                 if slot >= 0:
                     self._slots.pin(slot)
                     self._known_slots[state] = slot
@@ -177,7 +177,7 @@ class Placement:
         committed: set[int] = set()
         for node in reversed(forest.states):
             if node in self._known_slots:
-                self._slots.states.note_use(self._known_slots[node])
+                self._slots.cached_states.note_use(self._known_slots[node])
             elif node in self.new_slots:
                 slot = self.new_slots[node]
                 holders = self._slots.commit_slots([slot])  # commits or frees the slot

@@ -73,7 +73,7 @@ WAYS: dict[str, Callable[[Engine, Engine, Path], Any]] = {
 def drop_states(engine: Engine, kept: int = 0) -> None:
     """All states but the first `kept` ones leave; their KV stays."""
     slots = engine.context.prefix_cache.slots
-    for block in sorted(slots.states.slot_of_block)[kept:]:
+    for block in sorted(slots.cached_states.slot_of_block)[kept:]:
         slots.remove_unpinned(block)
 
 
@@ -231,7 +231,7 @@ class Watch:
 
     def _findable(self) -> Any:
         cache = self.engine.context.prefix_cache
-        return dict(cache.kv_blocks.tree.block_of_key), dict(cache.slots.states.block_of_key)
+        return dict(cache.kv_blocks.tree.block_of_hash), dict(cache.slots.cached_states.block_of_hash)
 
     def look(self) -> None:
         self.looks += 1

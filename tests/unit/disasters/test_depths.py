@@ -80,11 +80,11 @@ def test_a_refused_commit_changes_nothing() -> None:
     cache = engine.context.prefix_cache
     slots, tree, reservations = cache.slots, cache.tree, cache.reservations
     one, other, *_ = (
-        block for block in tree.block_of_key.values() if block not in slots.states.slot_of_block
+        block for block in tree.block_of_hash.values() if block not in slots.cached_states.slot_of_block
     )
-    (slot,) = reservations.reserve_planned([one], [tree.key_of(one)])
+    (slot,) = reservations.reserve_planned([one], [tree.hash_of(one)])
     before = slots.counts, dict(slots.reserved), dict(reservations._planned)
-    with pytest.raises(ValueError, match=f"the block of hash {tree.key_of(one)}, whose state the slot"):
+    with pytest.raises(ValueError, match=f"the block of hash {tree.hash_of(one)}, whose state the slot"):
         reservations.commit(slot, other)
     assert (slots.counts, slots.reserved, reservations._planned) == before
     slots.reserved[slot] = other

@@ -169,7 +169,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
 
     def looking(*arguments: Any) -> None:
         slots = target.context.prefix_cache.slots
-        assert len(slots.reserved) == len(slots.reserved | slots.states.slot_of_block) > 0
+        assert len(slots.reserved) == len(slots.reserved | slots.cached_states.slot_of_block) > 0
         if not slots.num_available:
             with pytest.raises(ms.MambaSlotCapacityError):
                 slots.reserve_slots([10**6])

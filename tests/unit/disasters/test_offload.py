@@ -52,7 +52,7 @@ def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> ms.DynamicInferenc
 
 
 def states_of(engine: ms.DynamicInferenceEngine) -> dict[int, int]:
-    return dict(engine.context.prefix_cache.slots.states.block_of_key)
+    return dict(engine.context.prefix_cache.slots.cached_states.block_of_hash)
 
 
 @pytest.mark.disaster(number=14)
@@ -68,7 +68,7 @@ def test_a_slot_is_not_found_before_its_copy_is_known_to_be_right(
     def failing(host_slot: int, slot: int, serial: int) -> bool:
         before = states_of(tiered)
         assert slot in slots.reserved
-        assert slot not in slots.states.slot_of_block.values()
+        assert slot not in slots.cached_states.slot_of_block.values()
         row = tiered.context.memory.durable_pool.memory[
             tiered.context.memory.durable_pool.durable_index(slot)
         ]

@@ -40,7 +40,7 @@ class FreedBytesAreOnes:
         allocations = [request.allocation for request in context.requests if request.allocation]
         committed = [
             memory.durable_pool.durable_index(s)
-            for s in context.prefix_cache.slots.states.slot_of_block.values()
+            for s in context.prefix_cache.slots.cached_states.slot_of_block.values()
         ]
         committed += [
             memory.durable_pool.durable_index(allocation.path.state_slot)
@@ -55,7 +55,7 @@ class FreedBytesAreOnes:
             _fill_others(memory.durable_pool.memory, 0, committed)
         blocks = context.prefix_cache.kv_blocks
         held = [block for allocation in allocations for block in (*allocation.path.blocks, *allocation.pages)]
-        _fill_others(memory.kv_cache, 2, [*held, *blocks.tree.block_of_key.values()])
+        _fill_others(memory.kv_cache, 2, [*held, *blocks.tree.block_of_hash.values()])
         for inputs in (memory.input_pool[name] for name in memory.row_inputs):
             _fill_others(inputs, 1, [allocation.row for allocation in allocations])
 

@@ -48,7 +48,7 @@ class PlainTree:
 
     def remove(self, path: Path) -> None:
         self.policy.insert([0])
-        self.policy.set_keys([0], [path[-1]], lambda i: path)
+        self.policy.set_hashes([0], [path[-1]], lambda i: path)
         self.policy.remove([0], remember=False)
         self.known.remove(path)
 
@@ -59,7 +59,9 @@ class PlainTree:
             for stop in range(len(path) + 1):
                 wanted = [p for p in self.known if p == path[: len(p)] and len(p) <= stop]
                 found = self.policy._tree.deepest(path, stop)
-                assert (found.depth, found.key) == max(((len(p), p[-1]) for p in wanted), default=(0, 0))
+                assert (found.depth, found.prefix_hash) == max(
+                    ((len(p), p[-1]) for p in wanted), default=(0, 0)
+                )
 
 
 def hashed(parts: Sequence[int]) -> Path:
@@ -83,7 +85,7 @@ def test_a_path_is_split_at_every_depth_in_every_order() -> None:
         for path in sorted(plain.known, key=lambda path: path[-1] % 7):
             plain.remove(path)
             plain.check([long, *forks])
-        assert plain.policy._tree.num_edge_keys == 0
+        assert plain.policy._tree.num_edge_hashes == 0
 
 
 @pytest.mark.disaster(number=19)
@@ -104,7 +106,9 @@ def test_any_paths_come_and_go(calls: list[tuple[list[int], str]]) -> None:
 def cached_prefixes(engine: ms.DynamicInferenceEngine) -> set[Path]:
     """The token prefixes that have a state, read from the maps; matching has no part in it."""
     cache = engine.context.prefix_cache
-    return {tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.states.block_of_key.values()}
+    return {
+        tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.cached_states.block_of_hash.values()
+    }
 
 
 def assert_found(engine: ms.DynamicInferenceEngine, prompts: Iterable[Sequence[int]]) -> int:
@@ -175,11 +179,11 @@ def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: 
             assert_answers(ids[result.request_id], result)
         engine.context.check_integrity()
         tree = engine.context.prefix_cache.kv_blocks.tree
-        now = set(tree.block_of_key)
+        now = set(tree.block_of_hash)
         retired |= index - now
         assert not retired & now, "a hash came back that had left"
         index = now
-        for block in tree.block_of_key.values():
+        for block in tree.block_of_hash.values():
             tokens = tokens_to(tree, block)
             assert len(tokens) % 8 == 0
             assert any(tokens == whole[: len(tokens)] for whole in wholes), "wrong tokens are in the index"

@@ -42,12 +42,12 @@ class UnwrittenIsNaN:
         cache, pool = self._context.prefix_cache, self._context.memory.durable_pool
         for scheduled in batch:
             for position, slot in scheduled.destinations.items():
-                assert scheduled.key_at(position) not in cache.slots.states.block_of_key
+                assert scheduled.hash_at(position) not in cache.slots.cached_states.block_of_hash
                 pool.memory[pool.durable_index(slot)] = 0xFF
                 self.num_reserved += 1
-            computed = cache.kv_blocks.tree.block_of_key
-            whole = [scheduled.key_at(end) for end in range(BLOCK, scheduled.stop + 1, BLOCK)]
-            found = [cache.kv_blocks.tree.block_of_key[key] for key in whole if key in computed]
+            computed = cache.kv_blocks.tree.block_of_hash
+            whole = [scheduled.hash_at(end) for end in range(BLOCK, scheduled.stop + 1, BLOCK)]
+            found = [cache.kv_blocks.tree.block_of_hash[key] for key in whole if key in computed]
             own = scheduled.allocation.path.blocks[scheduled.allocation.path.num_registered :]
             assert not set(found) & set(own), "a block is found that this step is to write"
 

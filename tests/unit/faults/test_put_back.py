@@ -84,12 +84,12 @@ FAULTS = {
         (
             (
                 POLICIES + "block_tree.py",
-                "        canonical = self.match(parent, keys, tokens)\n",
+                "        canonical = self.match(parent, hashes, tokens)\n",
                 "        canonical = []\n",
             ),
             (
                 POLICIES + "block_tree.py",
-                "            if key in block_of_key:",
+                "            if prefix_hash in block_of_hash:",
                 "            if False:",
             ),
         ),
@@ -133,7 +133,7 @@ FAULTS = {
             (
                 CONTEXTS + "mamba_slot_allocator.py",
                 "        self.slots.remove(self._checked_blocks(",
-                "        if hashes_to_delete & self.slots.states.block_of_key.keys():\n"
+                "        if hashes_to_delete & self.slots.cached_states.block_of_hash.keys():\n"
                 "            self.slots.remove(self._checked_blocks(",
             ),
         ),
@@ -153,8 +153,8 @@ FAULTS = {
         (
             (
                 POLICIES + "cached_states.py",
-                "            if block_of_key.setdefault(key, block) == block:\n",
-                "            if block_of_key.setdefault(key, block):\n",
+                "            if block_of_hash.setdefault(prefix_hash, block) == block:\n",
+                "            if block_of_hash.setdefault(prefix_hash, block):\n",
             ),
         ),
     ),
@@ -254,8 +254,8 @@ FAULTS = {
                 "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
-                "            if block in slots.states.slot_of_block:\n"
-                "                slots.states.note_use(slots.states.slot_of(block))\n"
+                "            if block in slots.cached_states.slot_of_block:\n"
+                "                slots.cached_states.note_use(slots.cached_states.slot_of(block))\n"
                 "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
             ),
         ),

@@ -88,8 +88,8 @@ def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
     context, prompt = make_context(), random_tokens(41, seed=1)
     prefill(context, make_request(prompt))
     context.reset_prefix_cache()
-    states = context.prefix_cache.states
-    assert states.block_of_key == {}
+    states = context.prefix_cache.cached_states
+    assert states.block_of_hash == {}
     assert states.slot_of_block == {}
     assert context.admission.match(make_request(prompt)).resume_tokens == 0
 

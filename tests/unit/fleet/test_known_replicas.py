@@ -159,9 +159,9 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
                         while (events := await changes(ingress)).is_snapshot:  # of a look begun before
                             pass
                         assert events.inserted
-                states = engine.context.prefix_cache.states
+                states = engine.context.prefix_cache.cached_states
                 for ingress, known in known_by.items():
-                    while keys_of(known._router.index, "a") != set(states.block_of_key):
+                    while keys_of(known._router.index, "a") != set(states.block_of_hash):
                         await asked(ingress)
 
     asyncio.run(main())

@@ -30,13 +30,13 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
     cache = replay.context.prefix_cache
     return (
         replay.now_ns,
-        cache.slots.states.slot_of_block.copy(),
-        cache.slots.states.block_of_key.copy(),
+        cache.slots.cached_states.slot_of_block.copy(),
+        cache.slots.cached_states.block_of_hash.copy(),
         list(cache.slots.free_slots),
         eviction_order(cache.slots),
         cache.slots.pins.copy(),
         list(cache.kv_blocks.references),
-        cache.kv_blocks.tree.block_of_key.copy(),
+        cache.kv_blocks.tree.block_of_hash.copy(),
         [
             (r.request_id, len(r.tokens), r.allocation and r.allocation.num_computed)
             for r in replay.scheduler.running

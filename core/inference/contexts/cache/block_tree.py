@@ -26,37 +26,37 @@ class GhostList:
         self._old: dict[int, int] = {}  # cleared when the young one has `capacity` hashes
         self.num_lapses = 0  # how often that was
 
-    def add_all(self, keys: Collection[int], kind: GhostKind) -> None:
+    def add_all(self, hashes: Collection[int], kind: GhostKind) -> None:
         young, old, bit = self._young, self._old, _BITS[kind]
         others = ~_STATES if bit & _STATES else -1
-        if young.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
-            young.update(dict.fromkeys(keys, bit))
+        if young.keys().isdisjoint(hashes) and old.keys().isdisjoint(hashes):
+            young.update(dict.fromkeys(hashes, bit))
         else:
-            for key in keys:
-                young[key] = (young.get(key) or old.get(key, 0)) & others | bit
+            for prefix_hash in hashes:
+                young[prefix_hash] = (young.get(prefix_hash) or old.get(prefix_hash, 0)) & others | bit
         if len(young) >= self.capacity:
             self.num_lapses += bool(self._old) or not self.capacity
             self._old, self._young = (young if self.capacity else {}), {}
 
-    def has(self, key: int, kind: GhostKind) -> bool:
-        return bool((self._young.get(key) or self._old.get(key, 0)) & _BITS[kind])
+    def has(self, prefix_hash: int, kind: GhostKind) -> bool:
+        return bool((self._young.get(prefix_hash) or self._old.get(prefix_hash, 0)) & _BITS[kind])
 
-    def discard_states(self, keys: Collection[int]) -> None:
+    def discard_states(self, hashes: Collection[int]) -> None:
         """Note that the states under these hashes are there."""
         for generation in (self._young, self._old):
-            if generation and not generation.keys().isdisjoint(keys):
-                for key in generation.keys() & keys:
-                    generation[key] &= ~_STATES
-                    if not generation[key]:
-                        del generation[key]
+            if generation and not generation.keys().isdisjoint(hashes):
+                for prefix_hash in generation.keys() & hashes:
+                    generation[prefix_hash] &= ~_STATES
+                    if not generation[prefix_hash]:
+                        del generation[prefix_hash]
 
-    def deepest_state(self, keys: Sequence[int], start: int, stop: int) -> int:
-        """The largest d in (start, stop] where the state under `keys[d - 1]` is gone, else `start`."""
+    def deepest_state(self, hashes: Sequence[int], start: int, stop: int) -> int:
+        """The largest d in (start, stop] where the state under `hashes[d - 1]` is gone, else `start`."""
         young, old = self._young, self._old
-        inside = keys[start:stop][::-1]
+        inside = hashes[start:stop][::-1]
         if not inside or (young.keys().isdisjoint(inside) and old.keys().isdisjoint(inside)):
             return start
-        gone = ((young.get(key) or old.get(key, 0)) & _STATES for key in inside)
+        gone = ((young.get(prefix_hash) or old.get(prefix_hash, 0)) & _STATES for prefix_hash in inside)
         return next((stop - i for i, bits in enumerate(gone) if bits), start)
 
     def clear(self) -> None:
@@ -152,7 +152,7 @@ class BlockTree:
 
     def __init__(self, num_blocks: int) -> None:
         self._origin = num_blocks  # one more than the last block
-        self.block_of_key: dict[int, int] = {}
+        self.block_of_hash: dict[int, int] = {}
         self.ghosts = GhostList(2 * num_blocks)
         self.leaves = LeafOrder([0] * num_blocks)
         self.turnover = Turnover[KVRemovalCause](KV_REMOVAL_CAUSES)
@@ -163,14 +163,14 @@ class BlockTree:
         self.num_children = [0] * (num_blocks + 1)
         self._num_held_children = [0] * (num_blocks + 1)
         # The last registration of each block; meaningless once the block is deregistered.
-        self._keys = [-1] * num_blocks
+        self._hashes = [0] * num_blocks
         self._tokens = [b""] * num_blocks
         self._predecessors: list[Parent] = [-1] * num_blocks  # `parents`, with root digests for the origin
 
     def clear(self) -> None:
         """Remove every block and ghost."""
-        num_blocks, num_registered = self._origin, len(self.block_of_key)
-        self.block_of_key.clear()
+        num_blocks, num_registered = self._origin, len(self.block_of_hash)
+        self.block_of_hash.clear()
         self.ghosts.clear()
         self.version += 1
         self.parents[:] = [-1] * num_blocks
@@ -183,38 +183,38 @@ class BlockTree:
         """Whether the block is registered."""
         return self.parents[block] >= 0
 
-    def key_of(self, block: int) -> int:
-        """The key of the block: the hash that it is registered under, or -1."""
-        return self._keys[block] if self.parents[block] >= 0 else -1
+    def hash_of(self, block: int) -> int:
+        """The hash that the block is registered under, or 0, which is no hash."""
+        return self._hashes[block] if self.parents[block] >= 0 else 0
 
     def content_of(self, block: int) -> tuple[Parent, bytes]:
         """A registered block's parent (the block before it, or the root digest), and its token ids."""
         return self._predecessors[block], self._tokens[block]
 
-    def keys_to(self, block: int) -> list[int]:
+    def hashes_to(self, block: int) -> list[int]:
         """The hashes of the registered blocks of a prefix, up to `block`, first block first; O(blocks)."""
-        keys: list[int] = []
-        parents, own_keys = self.parents, self._keys
-        while 0 <= block != self._origin and len(keys) <= self._origin:
-            keys.append(own_keys[block])
+        hashes: list[int] = []
+        parents, own_hashes = self.parents, self._hashes
+        while 0 <= block != self._origin and len(hashes) <= self._origin:
+            hashes.append(own_hashes[block])
             block = parents[block]
-        return keys[::-1]
+        return hashes[::-1]
 
     def is_current(self, block: int, since: int) -> bool:
         """Whether a block registered at version `since` still is. Then every ancestor is, too."""
         return self.parents[block] >= 0 and self._serials[block] <= since
 
-    def was_continued(self, key: int) -> bool:
+    def was_continued(self, prefix_hash: int) -> bool:
         """Whether a registered block continues the prefix with this hash, or one did that was evicted."""
-        block = self.block_of_key.get(key, -1)
-        return (block >= 0 and self.num_children[block] > 0) or self.ghosts.has(key, "continuation")
+        block = self.block_of_hash.get(prefix_hash, -1)
+        return (block >= 0 and self.num_children[block] > 0) or self.ghosts.has(prefix_hash, "continuation")
 
-    def match(self, parent: Parent, keys: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
+    def match(self, parent: Parent, hashes: Sequence[int], tokens: Sequence[bytes]) -> list[int]:
         """The registered blocks that continue `parent`, up to the first unknown one; token ids count."""
         matched: list[int] = []
-        predecessors, contents, block_of_key = self._predecessors, self._tokens, self.block_of_key
-        for key, content in zip(keys, tokens, strict=True):
-            block = block_of_key.get(key, -1)
+        predecessors, contents, block_of_hash = self._predecessors, self._tokens, self.block_of_hash
+        for prefix_hash, content in zip(hashes, tokens, strict=True):
+            block = block_of_hash.get(prefix_hash, -1)
             if block < 0 or contents[block] != content or predecessors[block] != parent:
                 break
             matched.append(block)
@@ -222,22 +222,24 @@ class BlockTree:
         return matched
 
     def register(
-        self, parent: Parent, blocks: Sequence[int], keys: Sequence[int], tokens: Sequence[bytes]
+        self, parent: Parent, blocks: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
     ) -> list[int]:
         """Enter consecutive, held blocks below `parent`; see `KVBlockAllocator.register_chain`."""
-        canonical = self.match(parent, keys, tokens)
+        canonical = self.match(parent, hashes, tokens)
         num_known = len(canonical)
         parent = canonical[-1] if canonical else parent
         before = self._origin if isinstance(parent, bytes) else parent
-        block_of_key, parents, num_held = self.block_of_key, self.parents, self._num_held_children
-        own_keys, contents, num_children = self._keys, self._tokens, self.num_children
+        block_of_hash, parents, num_held = self.block_of_hash, self.parents, self._num_held_children
+        own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
         serials, predecessors = self._serials, self._predecessors
         self.version = version = self.version + 1
-        for block, key, content in zip(blocks[num_known:], keys[num_known:], tokens[num_known:], strict=True):
-            if key in block_of_key:  # the key of another prefix, which `match` did not accept
+        for block, prefix_hash, content in zip(
+            blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
+        ):
+            if prefix_hash in block_of_hash:  # the hash of another prefix, which `match` did not accept
                 break
-            block_of_key[key] = block
-            own_keys[block] = key
+            block_of_hash[prefix_hash] = block
+            own_hashes[block] = prefix_hash
             contents[block] = content
             serials[block] = version
             predecessors[block] = parent
@@ -358,20 +360,20 @@ class BlockTree:
                 self.leaves.push(block)
 
     def deregister(self, blocks: Sequence[int], cause: KVRemovalCause) -> list[int]:
-        """Remove blocks that were taken as leaves; returns their keys."""
-        own_keys, parents, block_of_key = self._keys, self.parents, self.block_of_key
-        keys = [own_keys[block] for block in blocks]
-        for key in keys:
-            del block_of_key[key]
-        self.ghosts.add_all(keys, "block")
+        """Remove blocks that were taken as leaves; returns their hashes."""
+        own_hashes, parents, block_of_hash = self._hashes, self.parents, self.block_of_hash
+        hashes = [own_hashes[block] for block in blocks]
+        for prefix_hash in hashes:
+            del block_of_hash[prefix_hash]
+        self.ghosts.add_all(hashes, "block")
         before = {parents[block] for block in blocks}
         before.discard(self._origin)
-        self.ghosts.add_all([own_keys[block] for block in before], "continuation")
+        self.ghosts.add_all([own_hashes[block] for block in before], "continuation")
         self.version += 1
         for block in blocks:
             parents[block] = -1
-        self.turnover.by_cause[cause] += len(keys)
-        return keys
+        self.turnover.by_cause[cause] += len(hashes)
+        return hashes
 
     # ---- the whole
 
@@ -379,7 +381,7 @@ class BlockTree:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}
         self.turnover.check_integrity(len(registered), "KV blocks")
-        assert {self._keys[b]: b for b in registered} == self.block_of_key, "a block's hash is another"
+        assert {self._hashes[b]: b for b in registered} == self.block_of_hash, "a block's hash is another"
         for counts, blocks in ((self.num_children, registered), (self._num_held_children, registered & held)):
             counted = Counter(self.parents[block] for block in blocks)
             assert counts == [counted[b] for b in range(self._origin + 1)], "a count of children is off"

@@ -62,13 +62,13 @@ class Borrowing:
 
     def _candidates(self) -> Iterator[KVUnit]:
         """Clock algorithm: units that could be emptied, of `MAX_LOOKS` from the hand on."""
-        units, states = self.units, self._slots.states
+        units, cached_states = self.units, self._slots.cached_states
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MAX_LOOKS)):
             unit = first + (self._clock_hand + step) % count
             if units.holds_states[unit] or (leaves := self._leaves_of(unit)) is None:
                 continue
-            slots = [states.slot_of(block) for block in leaves if states.holds_state(block)]
+            slots = [cached_states.slot_of(block) for block in leaves if cached_states.holds_state(block)]
             if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
                 continue  # a state of a tier, or one that is read
             last_use = max(map(self._kv_blocks.tree.leaves.timestamps.__getitem__, leaves), default=0)

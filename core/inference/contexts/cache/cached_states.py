@@ -37,14 +37,14 @@ class CachedStates:
         self.policy = policy
         self.offloaded: HostTier | frozenset[int] = frozenset() if tier is None else tier  # hashes there
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
-        self.block_of_key: dict[int, int] = {}  # prefix hash -> the block whose state it finds
+        self.block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.used: set[int] = set()  # slots from which a request resumed since their commit
         self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.version = 0  # counts changes of what a hash finds, and never falls
         self._changed = deque[int](maxlen=_MAX_CHANGES)  # the hashes of the last changes
         # For each slot the last state's block, hash (0: none) and last use; stale without a state.
         self._block_of_slot = [0] * num_slots
-        self._key_of_slot = [0] * num_slots
+        self._hash_of_slot = [0] * num_slots
         self._last_used_ns = [0] * num_slots
         self._clock = clock
         self._latest_ns = 0  # no two changes happen at one time, also where the clock stands
@@ -61,13 +61,13 @@ class CachedStates:
         block = self._block_of_slot[slot]
         return block if self.slot_of_block.get(block) == slot else -1
 
-    def key_of(self, slot: int) -> int:
-        """The hash that finds the state in this slot, or 0."""
-        return self._key_of_slot[slot] if self.block_of(slot) >= 0 else 0
+    def hash_of(self, slot: int) -> int:
+        """The hash that finds the state in this slot, or 0, which is no hash."""
+        return self._hash_of_slot[slot] if self.block_of(slot) >= 0 else 0
 
     def holds_state(self, block: int) -> bool:
         """Whether the registered block's state is in a slot, or has a copy in a tier."""
-        return block in self.slot_of_block or self.tree.key_of(block) in self.offloaded
+        return block in self.slot_of_block or self.tree.hash_of(block) in self.offloaded
 
     def by_recency(self) -> list[int]:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""
@@ -78,29 +78,29 @@ class CachedStates:
     def insert(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Index the states of these blocks, which the slots hold; no hash finds the states yet."""
         slot_of_block, block_of_slot = self.slot_of_block, self._block_of_slot
-        key_of_slot, last_used_ns = self._key_of_slot, self._last_used_ns
+        hash_of_slot, last_used_ns = self._hash_of_slot, self._last_used_ns
         now_ns = self._now_ns()
         for block, slot in zip(blocks, slots, strict=True):
             slot_of_block[block] = slot
             block_of_slot[slot] = block
-            key_of_slot[slot] = 0
+            hash_of_slot[slot] = 0
             last_used_ns[slot] = now_ns
         self.turnover.num_entered += len(blocks)
         self.tree.leaves.note_states_changed(blocks)
         self.policy.insert(slots)
 
-    def set_keys(self, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[int]) -> None:
+    def set_hashes(self, blocks: Sequence[int], slots: Sequence[int], hashes: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_of_key, key_of_slot = self.block_of_key, self._key_of_slot
-        self.note_changes(keys)
-        for block, slot, key in zip(blocks, slots, keys, strict=True):
-            if block_of_key.setdefault(key, block) == block:
-                if (former := key_of_slot[slot]) and former != key:
+        block_of_hash, hash_of_slot = self.block_of_hash, self._hash_of_slot
+        self.note_changes(hashes)
+        for block, slot, prefix_hash in zip(blocks, slots, hashes, strict=True):
+            if block_of_hash.setdefault(prefix_hash, block) == block:
+                if (former := hash_of_slot[slot]) and former != prefix_hash:
                     self.note_changes([former])
-                    del block_of_key[former]
-                key_of_slot[slot] = key
-        self.tree.ghosts.discard_states(keys)
-        self.policy.set_keys(slots, keys, lambda i: self.tree.keys_to(blocks[i]))
+                    del block_of_hash[former]
+                hash_of_slot[slot] = prefix_hash
+        self.tree.ghosts.discard_states(hashes)
+        self.policy.set_hashes(slots, hashes, lambda i: self.tree.hashes_to(blocks[i]))
 
     def note_use(self, slot: int) -> None:
         """A request resumed from this slot, or an import brought its state again."""
@@ -110,19 +110,19 @@ class CachedStates:
 
     def remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         """Remove the states of these blocks, as far as they have one; returns the slots of these states."""
-        slot_of_block, key_of_slot = self.slot_of_block, self._key_of_slot
+        slot_of_block, hash_of_slot = self.slot_of_block, self._hash_of_slot
         removed = blocks
         try:
             slots = [slot_of_block[block] for block in blocks]
         except KeyError:  # some have no state
             removed = [block for block in blocks if block in slot_of_block]
             slots = [slot_of_block[block] for block in removed]
-        keys = [key for slot in slots if (key := key_of_slot[slot])]
+        hashes = [prefix_hash for slot in slots if (prefix_hash := hash_of_slot[slot])]
         if cause in STATE_EVICTIONS:
-            self.tree.ghosts.add_all(keys, "state")
-        self.note_changes(keys)
-        for key in keys:  # the key goes first, because it is what makes a state findable
-            self.block_of_key.pop(key, None)
+            self.tree.ghosts.add_all(hashes, "state")
+        self.note_changes(hashes)
+        for prefix_hash in hashes:  # the hash goes first, because it is what makes a state findable
+            self.block_of_hash.pop(prefix_hash, None)
         for block in removed:
             del slot_of_block[block]
         turnover = self.turnover
@@ -142,7 +142,7 @@ class CachedStates:
         num_removed = len(self.slot_of_block)
         self.version += 1
         self._changed.clear()  # there are too many changes to list
-        self.block_of_key.clear()
+        self.block_of_hash.clear()
         self.slot_of_block.clear()
         self.used.clear()
         self.tree.ghosts.clear()
@@ -155,27 +155,29 @@ class CachedStates:
 
     # ---- what changed under which hash
 
-    def note_changes(self, keys: Collection[int]) -> None:
+    def note_changes(self, hashes: Collection[int]) -> None:
         """There may be a state, or a copy of one, under each of these hashes, or none any more."""
-        self.version += len(keys)
-        self._changed.extend(keys)
+        self.version += len(hashes)
+        self._changed.extend(hashes)
 
     def changed_since(self, version: int) -> Iterable[int] | None:
         """The hashes that changed after this version; None where they are too many."""
         count = self.version - version
         return islice(reversed(self._changed), count) if count <= len(self._changed) else None
 
-    def note_refused(self, keys: Sequence[int]) -> None:
+    def note_refused(self, hashes: Sequence[int]) -> None:
         """No slot was available for the states under these hashes."""
-        self.turnover.num_refused += len(keys)
-        self.tree.ghosts.add_all(keys, "refused state")
-        self.note_changes(keys)
+        self.turnover.num_refused += len(hashes)
+        self.tree.ghosts.add_all(hashes, "refused state")
+        self.note_changes(hashes)
 
-    def note_copies_lost(self, keys: Collection[int]) -> None:
+    def note_copies_lost(self, hashes: Collection[int]) -> None:
         """The tier has no copy under these hashes any more."""
-        block_of_key = self.tree.block_of_key
-        self.note_changes(keys)
-        self.tree.leaves.note_states_changed([block_of_key[key] for key in keys if key in block_of_key])
+        block_of_hash = self.tree.block_of_hash
+        self.note_changes(hashes)
+        self.tree.leaves.note_states_changed(
+            [block_of_hash[prefix_hash] for prefix_hash in hashes if prefix_hash in block_of_hash]
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the hashes of blocks."""
@@ -184,10 +186,12 @@ class CachedStates:
         assert all(self._block_of_slot[slot] == slots[slot] for slot in slots), "a slot's block is another"
         assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
         assert self.used <= slots.keys(), "a slot without a state counts as used"
-        keys = {key: block for slot, block in slots.items() if (key := self._key_of_slot[slot])}
-        assert keys == self.block_of_key, "a state's hash is another"
-        for key, block in keys.items():
-            assert self.tree.key_of(block) == key, f"block {block} has a state of another hash"
+        hashes = {
+            prefix_hash: block for slot, block in slots.items() if (prefix_hash := self._hash_of_slot[slot])
+        }
+        assert hashes == self.block_of_hash, "a state's hash is another"
+        for prefix_hash, block in hashes.items():
+            assert self.tree.hash_of(block) == prefix_hash, f"block {block} has a state of another hash"
         self.turnover.check_integrity(len(slots), "states")
         self.policy.check_integrity(slots)
 
@@ -202,16 +206,16 @@ class Span:
 
 
 def compute_spans(
-    keys: Sequence[int], *, num_resumed: int, num_reachable: int, num_matched: int, num_seen: int,
+    hashes: Sequence[int], *, num_resumed: int, num_reachable: int, num_matched: int, num_seen: int,
     num_tokens: int, block_size_tokens: int, ghosts: GhostList,
 ) -> tuple[Span, ...]:  # fmt: skip
-    """Why each token from the resume point on is computed; counts are leading blocks of hashes `keys`."""
-    lost = ghosts.deepest_state(keys, num_resumed, num_reachable)
-    refused = lost > num_resumed and ghosts.has(keys[lost - 1], "refused state")
+    """Why each token from the resume point on is computed; counts are leading blocks of hashes `hashes`."""
+    lost = ghosts.deepest_state(hashes, num_resumed, num_reachable)
+    refused = lost > num_resumed and ghosts.has(hashes[lost - 1], "refused state")
     lost_reason: ComputeReason = "capacity" if refused else "state_evicted"
     ends: tuple[tuple[int, ComputeReason], ...] = (
         (lost, lost_reason),
-        (num_reachable, "branch_first_seen" if num_seen < len(keys) else "state_not_taken"),
+        (num_reachable, "branch_first_seen" if num_seen < len(hashes) else "state_not_taken"),
         (num_matched, "last_token"),
         (num_seen, "kv_evicted"),
     )
@@ -223,7 +227,7 @@ def compute_spans(
             spans.append(Span(start, stop, reason))
             start = stop
     if num_tokens > start:
-        spans.append(Span(start, num_tokens, "partial_block" if num_seen == len(keys) else "never_seen"))
+        spans.append(Span(start, num_tokens, "partial_block" if num_seen == len(hashes) else "never_seen"))
     return tuple(spans)
 
 
@@ -231,7 +235,7 @@ class MatchBasis(NamedTuple):
     """What a match was asked for, and when it was right; `updated_match` writes it, and judges by it."""
 
     num_tokens: int = -1
-    last_key: int = 0  # hash of the last whole block
+    last_hash: int = 0  # hash of the last whole block
     num_held: int = -1  # the path's registered blocks; -1 where nothing was looked up
     max_resume_tokens: int | None = None
     tree_version: int = -1  # this and the next two are the tree's and its ghosts'
@@ -266,13 +270,14 @@ class PrefixMatch:
 
 
 def updated_match(
-    states: CachedStates, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int], num_held: int,
-    max_resume_tokens: int | None, known: PrefixMatch | None,
+    cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int],
+    num_held: int, max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
     # The blocks of `known` that are still there are not looked up again: only leaves are removed, and a block
     # that was removed and came back is newer.
-    tree, ghosts, keys, size = states.tree, states.tree.ghosts, chain.keys, chain.block_size_tokens
+    tree, ghosts = cached_states.tree, cached_states.tree.ghosts
+    hashes, size = chain.hashes, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
         since, blocks = known.basis.tree_version, known.blocks
@@ -284,33 +289,33 @@ def updated_match(
         elif (
             no_lapse
             and num_tokens == known.basis.num_tokens
-            and known.basis.state_version == states.version
-            and not (len(blocks) < whole and keys[len(blocks)] in tree.block_of_key)
-            and not (num_seen < whole and ghosts.has(keys[num_seen], "block"))
+            and known.basis.state_version == cached_states.version
+            and not (len(blocks) < whole and hashes[len(blocks)] in tree.block_of_hash)
+            and not (num_seen < whole and ghosts.has(hashes[num_seen], "block"))
         ):
             return known
     first = len(blocks)
-    if first < whole and keys[first] in tree.block_of_key:
+    if first < whole and hashes[first] in tree.block_of_hash:
         parent = blocks[-1] if blocks else chain.root
-        blocks = (*blocks, *tree.match(parent, keys[first:whole], chain.tokens[first:whole]))
+        blocks = (*blocks, *tree.match(parent, hashes[first:whole], chain.tokens[first:whole]))
     num_seen = max(num_seen, len(blocks))
-    while num_seen < whole and ghosts.has(keys[num_seen], "block"):
+    while num_seen < whole and ghosts.has(hashes[num_seen], "block"):
         num_seen += 1
     limit = num_tokens - 1 if max_resume_tokens is None else max_resume_tokens
     limited = limit < num_tokens - 1
     asked = limit // size if limited else whole
     reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
-    depth = _deepest_state(states, blocks, num_held, reachable)
+    depth = _deepest_state(cached_states, blocks, num_held, reachable)
     spans = compute_spans(
-        keys if len(keys) == asked else keys[:asked], num_resumed=depth, num_reachable=reachable,
+        hashes if len(hashes) == asked else hashes[:asked], num_resumed=depth, num_reachable=reachable,
         num_matched=min(len(blocks), asked), num_seen=min(num_seen, asked),
         num_tokens=asked * size if limited else num_tokens, block_size_tokens=size, ghosts=ghosts,
     )  # fmt: skip
     if limited:
         spans = (*spans, Span(asked * size, num_tokens, "disabled"))
-    slot = states.slot_of(blocks[depth - 1]) if depth else -1
-    versions = tree.version, states.version, ghosts.num_lapses
-    basis = MatchBasis(num_tokens, _last_key(chain, num_tokens), num_held, max_resume_tokens, *versions)
+    slot = cached_states.slot_of(blocks[depth - 1]) if depth else -1
+    versions = tree.version, cached_states.version, ghosts.num_lapses
+    basis = MatchBasis(num_tokens, _last_hash(chain, num_tokens), num_held, max_resume_tokens, *versions)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
         known.basis = basis
@@ -318,9 +323,9 @@ def updated_match(
     return match
 
 
-def _last_key(chain: PrefixHashChain, num_tokens: int) -> int:
+def _last_hash(chain: PrefixHashChain, num_tokens: int) -> int:
     whole = num_tokens // chain.block_size_tokens
-    return chain.keys[whole - 1] if whole else 0
+    return chain.hashes[whole - 1] if whole else 0
 
 
 def _is_prefix_of(
@@ -329,12 +334,12 @@ def _is_prefix_of(
     """Whether a match on this basis is one of the same sequence, or of its beginning."""
     if basis.num_held != num_held or basis.max_resume_tokens != limit or basis.num_tokens > num_tokens:
         return False
-    return basis.last_key == _last_key(chain, basis.num_tokens)
+    return basis.last_hash == _last_hash(chain, basis.num_tokens)
 
 
-def _deepest_state(states: CachedStates, blocks: tuple[int, ...], start: int, stop: int) -> int:
+def _deepest_state(cached_states: CachedStates, blocks: tuple[int, ...], start: int, stop: int) -> int:
     """The largest d in (start, stop] where `blocks[d - 1]` has a state, or 0."""
-    slot_of_block = states.slot_of_block
+    slot_of_block = cached_states.slot_of_block
     if start >= stop or slot_of_block.keys().isdisjoint(blocks[start:stop][::-1]):
         return 0
     return next(d for d in range(stop, start, -1) if blocks[d - 1] in slot_of_block)

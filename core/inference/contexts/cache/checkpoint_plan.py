@@ -138,22 +138,22 @@ MAX_COMPARED = 32
 """Waiting requests with which one that begins is compared."""
 
 
-def best_shared_depth(keys: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
-    """After how many blocks of `keys` a state saves `others` the most blocks; 0 where it saves none.
+def best_shared_depth(hashes: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
+    """After how many blocks of `hashes` a state saves `others` the most blocks; 0 where it saves none.
 
-    `num_known` blocks are saved without it. Example: of keys [a b c] and others [[a b x], [a b y], [a z]],
+    `num_known` blocks are saved without it. Example: of hashes [a b c] and others [[a b x], [a b y], [a z]],
     2: a state after b saves two of them 2 blocks each, one after a would save three of them 1 block each.
     """
     depth = saved = 0
-    key = keys[num_known] if num_known < len(keys) else None
-    deeper = [other for other in others if len(other) > num_known and other[num_known] == key]
-    shared = sorted((_num_shared(keys, other) for other in deeper), reverse=True)
+    prefix_hash = hashes[num_known] if num_known < len(hashes) else None
+    deeper = [other for other in others if len(other) > num_known and other[num_known] == prefix_hash]
+    shared = sorted((_num_shared(hashes, other) for other in deeper), reverse=True)
     for count, num_shared in enumerate(shared, 1):
         if (num_shared - num_known) * count > saved:
             depth, saved = num_shared, (num_shared - num_known) * count
     return depth
 
 
-def _num_shared(keys: Sequence[int], other: Sequence[int]) -> int:
-    """Leading blocks that two sequences have in common; a key stands for all blocks up to its own."""
-    return bisect_left(range(min(len(keys), len(other))), True, key=lambda i: keys[i] != other[i])
+def _num_shared(hashes: Sequence[int], other: Sequence[int]) -> int:
+    """Leading blocks that two sequences have in common; a hash stands for all blocks up to its own."""
+    return bisect_left(range(min(len(hashes), len(other))), True, key=lambda i: hashes[i] != other[i])

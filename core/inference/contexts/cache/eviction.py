@@ -45,16 +45,16 @@ class EvictionPolicy:
         """Up to `count` evictable slots, the first to evict first. Changes nothing."""
         raise NotImplementedError
 
-    def set_keys(
-        self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]
+    def set_hashes(
+        self, slots: Sequence[int], hashes: Sequence[int], path: Callable[[int], Sequence[int]]
     ) -> None:
-        """The states in `slots` are found under `keys`.
+        """The states in `slots` are found under `hashes`.
 
-        `path(i)` returns the hashes of the prefix of the state in `slots[i]`, `keys[i]` last.
+        `path(i)` returns the hashes of the prefix of the state in `slots[i]`, `hashes[i]` last.
         """
 
-    def add_request(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
-        """A request with these prefix hashes arrives; it could resume after at most `keys[:stop]`.
+    def add_request(self, hashes: Sequence[int], stop: int, again: bool = False) -> int:
+        """A request with these prefix hashes arrives; it could resume after at most `hashes[:stop]`.
 
         `again`: whether the request arrived before, and was preempted. Returns a number for the request.
         """
@@ -63,21 +63,21 @@ class EvictionPolicy:
     def end_request(self, request: int) -> None:
         """The request with this number ended, or is preempted."""
 
-    def insert_planned(self, keys: Sequence[int], depth: int, kind: str, request: int) -> None:
-        """A request's state after `keys[:depth]` will be stored, at a boundary of this `kind`."""
+    def insert_planned(self, hashes: Sequence[int], depth: int, kind: str, request: int) -> None:
+        """A request's state after `hashes[:depth]` will be stored, at a boundary of this `kind`."""
 
-    def remove_planned(self, key: int | None) -> None:
-        """The state planned under `key` (None: every planned state) found no slot, or was not written."""
+    def remove_planned(self, prefix_hash: int | None) -> None:
+        """The state planned under a hash (None: every planned state) found no slot, or was not written."""
 
-    def discard_planned(self, key: int) -> None:
-        """The state planned under `key` was of a token that was unknown: no demand for it is remembered."""
-        self.remove_planned(key)
+    def discard_planned(self, prefix_hash: int) -> None:
+        """The state planned under this hash was of an unknown token: no demand for it is remembered."""
+        self.remove_planned(prefix_hash)
 
     def least_valuable(
         self, evictable: Callable[[int], bool], planned: Collection[int] = ()
     ) -> tuple[int, int]:
-        """What costs least to lose: (evictable slot, -1), (-1, planned key), or (-1, -1) for nothing."""
-        return next(iter(self.victims(1, evictable)), -1), -1
+        """What costs least to lose: (evictable slot, 0), (-1, planned hash), or (-1, 0) for nothing."""
+        return next(iter(self.victims(1, evictable)), -1), 0
 
     def check_integrity(self, slots: Collection[int]) -> None:
         """Raise AssertionError unless the policy orders the committed `slots`, and nothing else."""

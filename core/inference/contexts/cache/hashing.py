@@ -20,17 +20,17 @@ class PrefixHashChain:
 
     Block i's digest is SHA-256(digest of block i-1 || its token ids as little-endian 32-bit integers). Block
     0 follows the root digest. Chains under different salts have different roots, and share nothing; see
-    `SaltKey.root`. A block's key is the digest's first 63 bits, made positive.
+    `SaltKey.root`. A block's hash is the digest's first 63 bits, made positive.
 
     Attributes:
         root: the root digest.
-        keys: one int in [1, 2**63) for each whole block.
+        hashes: one int in [1, 2**63) for each whole block.
         tokens: the bytes of each block's token ids, compared on a hit.
     """
 
     def __init__(self, block_size_tokens: int, root: bytes = PUBLIC_ROOT) -> None:
         self.root = root
-        self.keys: list[int] = []
+        self.hashes: list[int] = []
         self.tokens: list[bytes] = []
         self.block_size_tokens = block_size_tokens
         self._digests = [root]
@@ -40,7 +40,7 @@ class PrefixHashChain:
         size = self.block_size_tokens
         stop = min(len(sequence), len(sequence) if length is None else length) // size
         whole = len(self._digests) - 1  # `append` adds the digest last: an interrupted block is hashed again
-        del self.keys[whole:], self.tokens[whole:]
+        del self.hashes[whole:], self.tokens[whole:]
         if stop > whole:
             content, width = np.asarray(sequence[whole * size : stop * size], dtype="<u4").tobytes(), 4 * size
             for first in range(0, len(content), width):
@@ -49,19 +49,19 @@ class PrefixHashChain:
     def append(self, content: bytes) -> None:
         """Hash one more block, given as the bytes of its token ids."""
         digest = hashlib.sha256(self._digests[-1] + content).digest()
-        self.keys.append(int.from_bytes(digest[:8], "big") >> 1 or 1)
+        self.hashes.append(int.from_bytes(digest[:8], "big") >> 1 or 1)
         self.tokens.append(content)
         self._digests.append(digest)
 
     def cut_to(self, length: int) -> None:
         """Remove all blocks but those that the first `length` tokens fill; other tokens may follow."""
         whole = length // self.block_size_tokens
-        del self.keys[whole:], self.tokens[whole:], self._digests[whole + 1 :]
+        del self.hashes[whole:], self.tokens[whole:], self._digests[whole + 1 :]
 
     def fork(self) -> "PrefixHashChain":
         """A copy, which grows on its own."""
         other = PrefixHashChain(self.block_size_tokens, self.root)
-        other.keys, other.tokens, other._digests = self.keys[:], self.tokens[:], self._digests[:]
+        other.hashes, other.tokens, other._digests = self.hashes[:], self.tokens[:], self._digests[:]
         return other
 
 

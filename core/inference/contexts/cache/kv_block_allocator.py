@@ -213,12 +213,12 @@ class KVBlockAllocator:
                 "enable_prefix_caching is False; accepted: no registration without prefix caching"
             )
         blocks = self._checked(block_ids)
-        keys = checked_integers("hashes", hashes, 1, MAX_HASH)
+        hashes = checked_integers("hashes", hashes, 1, MAX_HASH)
         if not isinstance(tokens, Sequence) or countOf(map(type, tokens), bytes) < len(tokens):
             raise refused("tokens", tokens, "a list of bytes, the token ids of each block")
-        if not len(blocks) == len(keys) == len(tokens):
+        if not len(blocks) == len(hashes) == len(tokens):
             raise ValueError(
-                f"block_ids, hashes and tokens have {len(blocks)}, {len(keys)} and {len(tokens)} entries; "
+                f"block_ids, hashes and tokens have {len(blocks)}, {len(hashes)} and {len(tokens)} entries; "
                 "accepted: equally many"
             )
         if not isinstance(parent, bytes):
@@ -229,7 +229,7 @@ class KVBlockAllocator:
         registered = [parents[block] for block in blocks] != [-1] * len(blocks)
         if registered or len(set(blocks)) < len(blocks) or 0 in [refs[block] for block in blocks]:
             raise refused("block_ids", blocks, "distinct, held blocks that are not registered yet")
-        return self.tree.register(parent, blocks, keys, list(tokens))
+        return self.tree.register(parent, blocks, hashes, list(tokens))
 
     # ---- eviction
 
@@ -270,15 +270,15 @@ class KVBlockAllocator:
         except BaseException:
             self.tree.put_back(blocks)
             raise
-        keys = self.tree.deregister(blocks, cause)
+        hashes = self.tree.deregister(blocks, cause)
         self.num_cached -= len(blocks)
         self._add_free(blocks[::-1])
-        self._notify(blocks, keys)
+        self._notify(blocks, hashes)
 
-    def _notify(self, blocks: list[int], keys: list[int]) -> None:
+    def _notify(self, blocks: list[int], hashes: list[int]) -> None:
         for observer in self._observers:
             try:
-                observer(list(blocks), set(keys))
+                observer(list(blocks), set(hashes))
             except Exception:
                 logger.exception("deregistration observer %r failed for blocks %s", observer, blocks)
 
@@ -287,12 +287,14 @@ class KVBlockAllocator:
 
         Costs O(pool).
         """
-        block_of_key = self.tree.block_of_key
-        registered, keys = (list(block_of_key.values()), list(block_of_key)) if self._observers else ([], [])
+        block_of_hash = self.tree.block_of_hash
+        registered, hashes = (
+            (list(block_of_hash.values()), list(block_of_hash)) if self._observers else ([], [])
+        )
         self.num_cached = 0
         self.tree.clear()
         self._reset_free_list()
-        self._notify(registered, keys)
+        self._notify(registered, hashes)
 
     def reset(self, *, keep_totals: bool = False) -> None:
         """Remove every reference and prefix, without calling observers: the caller resets them, too.
@@ -318,7 +320,7 @@ class KVBlockAllocator:
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other; O(pool)."""
         refs = self.tree.references
-        registered = set(self.tree.block_of_key.values())
+        registered = set(self.tree.block_of_hash.values())
         if isinstance(self.free_blocks, BlocksByUnit):
             self.free_blocks.check_integrity()
         listed = list(self.free_blocks)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple, Self
 
 from ....validation import ceil_div
@@ -175,14 +176,14 @@ class MemoryUnits:
     @property
     def lent_blocks(self) -> list[int]:
         """Blocks whose memory holds states; O(blocks)."""
-        holds = enumerate(self.holds_states)
-        return [block for unit, states in holds if states for block in self.blocks_of(unit)]
+        state_units = compress(range(self.num_units), self.holds_states)
+        return [block for unit in state_units for block in self.blocks_of(unit)]
 
     @property
     def lent_slots(self) -> list[int]:
         """Slots whose memory holds KV; O(slots)."""
-        holds = enumerate(self.holds_states)
-        return [slot for unit, states in holds if not states for slot in self.slots_of(unit)]
+        kv_units = (unit for unit in range(self.num_units) if not self.holds_states[unit])
+        return [slot for unit in kv_units for slot in self.slots_of(unit)]
 
     @property
     def num_lent_blocks(self) -> int:

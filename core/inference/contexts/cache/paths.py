@@ -86,14 +86,14 @@ class PathStep:
     destinations: dict[int, int] = field(default_factory=dict)
     drafts: tuple[int, ...] = ()
 
-    def key_at(self, position: int) -> int:
+    def hash_at(self, position: int) -> int:
         """The hash of the prefix that ends at `position`; where a token is not known, one of no prefix."""
         chain = self.path.chain
         chain.extend_to(self.sequence, position)
         if position > len(self.sequence):  # a fork, so that guesses do not enter the sequence's chain
             chain = chain.fork()
             chain.extend_to([*self.sequence, *(self.drafts or (UNKNOWN_TOKEN,))], position)
-        return chain.keys[position // chain.block_size_tokens - 1]
+        return chain.hashes[position // chain.block_size_tokens - 1]
 
     def knows(self, boundary: Boundary) -> bool:
         """Whether all tokens before the boundary are known."""
@@ -117,21 +117,21 @@ class PathStep:
 class PlannedState(NamedTuple):
     """A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
 
-    keys: Sequence[int]
+    hashes: Sequence[int]
     depth: int
     kind: str
     request: int
 
     @classmethod
-    def of(cls, step: PathStep, boundary: Boundary, key: int) -> "PlannedState":
-        """The state of a step at a boundary, where the prefix has the hash `key`."""
-        keys, depth = step.path.chain.keys, boundary.position // step.path.chain.block_size_tokens
-        keys = keys if step.knows(boundary) else [*keys[: depth - 1], key]
-        return cls(keys, depth, boundary.kind, step.path.policy_ticket)
+    def of(cls, step: PathStep, boundary: Boundary, prefix_hash: int) -> "PlannedState":
+        """The state of a step at a boundary, where the prefix has the hash `prefix_hash`."""
+        hashes, depth = step.path.chain.hashes, boundary.position // step.path.chain.block_size_tokens
+        hashes = hashes if step.knows(boundary) else [*hashes[: depth - 1], prefix_hash]
+        return cls(hashes, depth, boundary.kind, step.path.policy_ticket)
 
     @property
-    def key(self) -> int:
-        return self.keys[self.depth - 1]
+    def prefix_hash(self) -> int:
+        return self.hashes[self.depth - 1]
 
 
 class Reservations:
@@ -147,34 +147,44 @@ class Reservations:
 
     def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
-        slots, states = self._slots, self._slots.states
+        slots, cached_states = self._slots, self._slots.cached_states
         certain: dict[int, tuple[S, Boundary]] = {}  # by hash
         guessed: dict[int, tuple[S, Boundary]] = {}
         for step in steps:
             for boundary in step.boundaries:
-                key = step.key_at(boundary.position)
-                if key not in states.block_of_key:
+                prefix_hash = step.hash_at(boundary.position)
+                if prefix_hash not in cached_states.block_of_hash:
                     is_draft = step.drafts and boundary.position > len(step.sequence)
-                    (guessed if is_draft else certain).setdefault(key, (step, boundary))
+                    (guessed if is_draft else certain).setdefault(prefix_hash, (step, boundary))
         if not (certain or guessed):
             return list(steps)
-        by_worth = sorted(certain, key=lambda key: KINDS_BY_WORTH.index(certain[key][1].kind))
+        by_worth = sorted(certain, key=lambda prefix_hash: KINDS_BY_WORTH.index(certain[prefix_hash][1].kind))
         wanted = by_worth
         if max_inner_states is not None:
-            inner = [key for key in by_worth if _is_inner(*certain[key])]
+            inner = [prefix_hash for prefix_hash in by_worth if _is_inner(*certain[prefix_hash])]
             beyond = set(inner[max_inner_states:])
-            wanted = [key for key in by_worth if key not in beyond]
+            wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
         if not self._policy.refuses:
-            decoding = [certain[key][0].path for key in wanted if certain[key][1].kind == "decode"]
+            decoding = [
+                certain[prefix_hash][0].path
+                for prefix_hash in wanted
+                if certain[prefix_hash][1].kind == "decode"
+            ]
             slots.remove_rolling_states(decoding, len(wanted))
-        unknown = {key for key in wanted if not certain[key][0].knows(certain[key][1])}
-        chosen = self.plan([PlannedState.of(*certain[key], key) for key in wanted], unknown)
+        unknown = {
+            prefix_hash
+            for prefix_hash in wanted
+            if not certain[prefix_hash][0].knows(certain[prefix_hash][1])
+        }
+        chosen = self.plan(
+            [PlannedState.of(*certain[prefix_hash], prefix_hash) for prefix_hash in wanted], unknown
+        )
         passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
-        states.note_refused([key for key in by_worth if key not in passed])
+        cached_states.note_refused([prefix_hash for prefix_hash in by_worth if prefix_hash not in passed])
         # States of drafts evict nothing, because the drafts may be wrong.
         num_free = len(slots.free_slots) - len(chosen)
-        chosen += [key for key in guessed if key not in certain][:num_free]
-        places = [certain.get(key) or guessed[key] for key in chosen]
+        chosen += [prefix_hash for prefix_hash in guessed if prefix_hash not in certain][:num_free]
+        places = [certain.get(prefix_hash) or guessed[prefix_hash] for prefix_hash in chosen]
         blocks = [step.block_at(boundary.position) for step, boundary in places]
         destinations: dict[int, dict[int, int]] = {id(step): {} for step, _ in places}
         for (step, boundary), slot in zip(places, self.reserve_planned(blocks, chosen), strict=True):
@@ -190,49 +200,49 @@ class Reservations:
         self._unknown.update(unknown)
         for state in planned:
             policy.insert_planned(*state)
-        wanted = dict.fromkeys(state.key for state in planned)
+        wanted = dict.fromkeys(state.prefix_hash for state in planned)
         while len(wanted) > len(slots.free_slots):
-            slot, key = policy.least_valuable(lambda slot: slot not in slots.pins, wanted)
+            slot, prefix_hash = policy.least_valuable(lambda slot: slot not in slots.pins, wanted)
             if slot >= 0:
                 slots.evict_slots(slots.checked_victims([slot], 1, slots.pins))
             else:
-                key = key if key in wanted else next(reversed(wanted))
-                self._remove_planned(key)
-                del wanted[key]
+                prefix_hash = prefix_hash if prefix_hash in wanted else next(reversed(wanted))
+                self._remove_planned(prefix_hash)
+                del wanted[prefix_hash]
         return list(wanted)
 
-    def reserve_planned(self, blocks: Sequence[int], keys: Sequence[int]) -> list[int]:
+    def reserve_planned(self, blocks: Sequence[int], hashes: Sequence[int]) -> list[int]:
         """Reserve slots for the states of these blocks, which `plan` chose, or which are guesses."""
         slots = self._slots.reserve_slots(blocks)
-        self._planned.update(zip(slots, keys, strict=True))
+        self._planned.update(zip(slots, hashes, strict=True))
         return slots
 
     def note_refused(self, state: PlannedState) -> None:
         """Remember the demand for a state that got no slot while its token was unknown."""
-        if state.key not in self._planned.values():
+        if state.prefix_hash not in self._planned.values():
             self._policy.insert_planned(*state)
-            self._policy.remove_planned(state.key)
-            self._slots.states.note_refused([state.key])
+            self._policy.remove_planned(state.prefix_hash)
+            self._slots.cached_states.note_refused([state.prefix_hash])
 
     def expect(self, slot: int, state: PlannedState) -> None:
         """Expect this state, whose tokens may have been unknown, in a reserved slot."""
         self._policy.insert_planned(*state)
-        planned = self._planned.get(slot, state.key)
-        if planned != state.key:
+        planned = self._planned.get(slot, state.prefix_hash)
+        if planned != state.prefix_hash:
             self._remove_planned(planned)
-            self._planned[slot] = state.key
+            self._planned[slot] = state.prefix_hash
 
     def commit(self, slot: int, block: int) -> int:
         """Make a written slot findable as the block's state; returns the slot with that state now, or -1."""
-        key, planned = self._slots.tree.key_of(block), self._planned.get(slot, -1)
-        if key > 0 and planned not in (key, -1):
+        prefix_hash, planned = self._slots.tree.hash_of(block), self._planned.get(slot, 0)
+        if prefix_hash and planned not in (prefix_hash, 0):
             raise ValueError(
-                f"blocks has {block}, registered under hash {key}, for slot {slot}; accepted: the block "
-                f"of hash {planned}, whose state the slot is reserved for"
+                f"blocks has {block}, registered under hash {prefix_hash}, for slot {slot}; accepted: the "
+                f"block of hash {planned}, whose state the slot is reserved for"
             )
         self._planned.pop(slot, None)
         (committed,) = self._slots.commit_slots([slot], [block])
-        if committed != slot and planned >= 0:
+        if committed != slot and planned:
             self._policy.remove_planned(planned)
         return committed
 
@@ -245,8 +255,8 @@ class Reservations:
 
     def abort(self) -> None:
         """Free all reserved slots that are not pinned."""
-        for key in self._unknown:
-            self._policy.discard_planned(key)
+        for prefix_hash in self._unknown:
+            self._policy.discard_planned(prefix_hash)
         self.clear()
         self._policy.remove_planned(None)  # also what an interrupted `plan` planned
         self._slots.release()
@@ -256,20 +266,20 @@ class Reservations:
         self._planned.clear()
         self._unknown.clear()
 
-    def _remove_planned(self, key: int) -> None:
-        if key in self._unknown:
-            self._unknown.remove(key)
-            self._policy.discard_planned(key)
+    def _remove_planned(self, prefix_hash: int) -> None:
+        if prefix_hash in self._unknown:
+            self._unknown.remove(prefix_hash)
+            self._policy.discard_planned(prefix_hash)
         else:
-            self._policy.remove_planned(key)
+            self._policy.remove_planned(prefix_hash)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a state is expected in a slot that is not reserved for it."""
         reserved, tree = self._slots.reserved, self._slots.tree
         assert self._planned.keys() <= reserved.keys(), "a state is planned for a slot that is not reserved"
         for slot, planned in self._planned.items():
-            key = tree.key_of(reserved[slot]) if reserved[slot] >= 0 else -1
-            assert key in (planned, -1), "a slot is reserved for another prefix's block"
+            prefix_hash = tree.hash_of(reserved[slot]) if reserved[slot] >= 0 else 0
+            assert prefix_hash in (planned, 0), "a slot is reserved for another prefix's block"
 
 
 def _is_inner(step: PathStep, boundary: Boundary) -> bool:

@@ -20,12 +20,12 @@ class PinnedPrefix:
     Attributes:
         pin_id: counts the pins of this cache, from 0.
         num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
-        key: the hash of the prefix, as `PrefixHashChain.keys` has it.
+        hash: the hash of the prefix, as `PrefixHashChain.hashes` has it.
     """
 
     pin_id: int
     num_tokens: int
-    key: int = 0
+    prefix_hash: int = 0
 
 
 class PinnedPrefixes:
@@ -63,12 +63,12 @@ class PinnedPrefixes:
 
     def pin(self, blocks: list[int], num_tokens: int) -> PinnedPrefix:
         """Pin the prefix that the registered `blocks` store; the last block must have a state."""
-        slot, slots = self._slots.states.slot_of(blocks[-1]), self.slot_pins
+        slot, slots = self._slots.cached_states.slot_of(blocks[-1]), self.slot_pins
         if slot not in slots and len(slots) >= self.max_slots:
             raise MambaSlotCapacityError(len(slots) + 1, self.max_slots)
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
-        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.key_of(blocks[-1]))
+        prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
         self.held[prefix] = (blocks, slot)
         self.block_references.update(blocks)
         self._next_id += 1

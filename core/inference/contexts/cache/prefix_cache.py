@@ -43,7 +43,7 @@ class PrefixCache:
 
     Attributes:
         tree: the index of KV blocks.
-        states: the index of states.
+        cached_states: the index of states.
         kv_blocks: reference counts of KV blocks, and which are free.
         slots: the state slots; none where the cache is off.
         reservations: the slots that steps will write.
@@ -93,7 +93,7 @@ class PrefixCache:
             num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
             dirty=cleaner.slots, units=units, tier=tier,
         )  # fmt: skip
-        self.states = self.slots.states
+        self.cached_states = self.slots.cached_states
         self.reservations = Reservations(self.slots)
         self.kv_blocks = KVBlockAllocator(
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
@@ -123,7 +123,9 @@ class PrefixCache:
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
-        return updated_match(self.states, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+        return updated_match(
+            self.cached_states, chain, num_tokens, blocks, num_held, max_resume_tokens, known
+        )
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
@@ -131,8 +133,8 @@ class PrefixCache:
 
     def _resumable_blocks(self, chain: PrefixHashChain) -> list[int]:
         """The KV blocks up to the deepest cached state of the sequence with hashes `chain`."""
-        blocks = self.tree.match(chain.root, chain.keys, chain.tokens) if self._enabled else []
-        while blocks and blocks[-1] not in self.states.slot_of_block:
+        blocks = self.tree.match(chain.root, chain.hashes, chain.tokens) if self._enabled else []
+        while blocks and blocks[-1] not in self.cached_states.slot_of_block:
             blocks.pop()
         return blocks
 
@@ -155,10 +157,10 @@ class PrefixCache:
         """
         path = CachedPath(chain, plan, table_row, self._enabled)
         if path.caches:
-            num_reachable = len(chain.keys)
+            num_reachable = len(chain.hashes)
             if max_resume_tokens is not None:
                 num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
-            path.policy_ticket = self.slots.policy.add_request(chain.keys, num_reachable, again)
+            path.policy_ticket = self.slots.policy.add_request(chain.hashes, num_reachable, again)
         return path
 
     def can_hold(
@@ -220,7 +222,7 @@ class PrefixCache:
         self.slots.pin(slot)
         path.state_slot = slot
         if resumes:
-            self.states.note_use(slot)
+            self.cached_states.note_use(slot)
 
     def unpin_state(self, path: CachedPath) -> None:
         """Unpin the slot that the sequence continued from, if there is one."""
@@ -241,7 +243,7 @@ class PrefixCache:
         Returns:
             Whether states changed, so that earlier matches may be wrong.
         """
-        return self.slots.fetch_state(blocks, chain.keys, start, self._block_size)
+        return self.slots.fetch_state(blocks, chain.hashes, start, self._block_size)
 
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.
@@ -286,7 +288,7 @@ class PrefixCache:
         chain.extend_to(tokens, num_computed)
         parent = path.blocks[first - 1] if first else chain.root
         own, rest = path.blocks[first:stop], path.blocks[stop:]
-        canonical = self.tree.register(parent, own, chain.keys[first:stop], chain.tokens[first:stop])
+        canonical = self.tree.register(parent, own, chain.hashes[first:stop], chain.tokens[first:stop])
         replaced = [mine for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
         if replaced:
             duplicates = [theirs for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
@@ -307,9 +309,9 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._borrowing:
-            states = self.states.block_of_key
-            wanted = {step.key_at(boundary.position) for step in steps for boundary in step.boundaries}
-            self._borrowing.borrow_slots(sum(key not in states for key in wanted))
+            block_of_hash = self.cached_states.block_of_hash
+            wanted = {step.hash_at(boundary.position) for step in steps for boundary in step.boundaries}
+            self._borrowing.borrow_slots(sum(prefix_hash not in block_of_hash for prefix_hash in wanted))
         return self.reservations.reserve(steps, max_inner_states)
 
     def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
@@ -318,13 +320,13 @@ class PrefixCache:
         Returns steps with the boundaries that were reached but got no slot while they were guesses: their
         states must be copied to `destinations`, which are reserved only now.
         """
-        reserved = {step.key_at(position) for step in accepted for position in step.destinations}
+        reserved = {step.hash_at(position) for step in accepted for position in step.destinations}
         unserved = []
         for before, after in zip(planned, accepted, strict=True):
             if before.drafts:
                 unreached = before.destinations.keys() - after.destinations.keys()
                 self.reservations.release(before.destinations[position] for position in unreached)
-                missing = tuple(b for b in after.boundaries if after.key_at(b.position) not in reserved)
+                missing = tuple(b for b in after.boundaries if after.hash_at(b.position) not in reserved)
                 if missing:
                     unserved.append(replace(after, boundaries=missing, destinations={}))
         return self.reservations.reserve(unserved)
@@ -341,7 +343,7 @@ class PrefixCache:
                 continue
             block = path.blocks[depth - 1]
             if step.decoding:  # planned only now that the tokens are known, and drafts right
-                state = PlannedState(path.chain.keys, depth, "decode", path.policy_ticket)
+                state = PlannedState(path.chain.hashes, depth, "decode", path.policy_ticket)
                 reservations.expect(slot, state)
             committed[position] = reservations.commit(slot, block)
             if step.decoding:
@@ -354,9 +356,10 @@ class PrefixCache:
     def note_refused(self, step: PathStep) -> None:
         """Note the states of a step that got no slot while its tokens were unknown."""
         for boundary in step.boundaries:
-            key = step.key_at(boundary.position)
-            if boundary.position not in step.destinations and key not in self.states.block_of_key:
-                self.reservations.note_refused(PlannedState.of(step, boundary, key))
+            prefix_hash = step.hash_at(boundary.position)
+            is_cached = prefix_hash in self.cached_states.block_of_hash
+            if boundary.position not in step.destinations and not is_cached:
+                self.reservations.note_refused(PlannedState.of(step, boundary, prefix_hash))
 
     def release_reserved(self, step: PathStep) -> None:
         """Free the slots that were reserved for the states of a step whose results are not kept."""
@@ -380,7 +383,7 @@ class PrefixCache:
         blocks = self._resumable_blocks(chain)
         if not blocks:
             raise ValueError(
-                f"chain has {len(chain.keys)} whole blocks; accepted: one of a prefix with a cached state"
+                f"chain has {len(chain.hashes)} whole blocks; accepted: one of a prefix with a cached state"
             )
         return self.pins.pin(blocks, len(blocks) * self._block_size)
 
@@ -415,20 +418,20 @@ class PrefixCache:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
             self.kv_blocks.reset(keep_totals=keep_totals)
-        self.states.turnover.repair(len(self.states.slot_of_block))
-        self.tree.turnover.repair(len(self.tree.block_of_key))
+        self.cached_states.turnover.repair(len(self.cached_states.slot_of_block))
+        self.tree.turnover.repair(len(self.tree.block_of_hash))
 
     # ---- the whole
 
     @property
     def num_states(self) -> int:
         """Prefixes from which a request can resume."""
-        return len(self.states.block_of_key)
+        return len(self.cached_states.block_of_hash)
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
         slots, kv, pins = self.slots.counts, self.kv_blocks, list(self.slots.pins)
-        states, blocks = self.states.turnover, self.tree.turnover
+        state_turnover, kv_turnover = self.cached_states.turnover, self.tree.turnover
         return PoolStats(
             num_free_slots=slots.free,
             num_reserved_slots=slots.reserved,
@@ -437,15 +440,15 @@ class PrefixCache:
             num_states_committed=slots.committed_total,
             num_pinned_slots=len(pins),
             num_states_evicted=slots.evicted_total,
-            num_states_refused=states.num_refused,
-            num_states_evicted_unused=states.num_unused,
-            states_removed_by_cause=states.by_cause.copy(),
-            state_ages=states.ages,
+            num_states_refused=state_turnover.num_refused,
+            num_states_evicted_unused=state_turnover.num_unused,
+            states_removed_by_cause=state_turnover.by_cause.copy(),
+            state_ages=state_turnover.ages,
             num_free_kv_blocks=kv.total_avail,
             num_cached_kv_blocks=kv.num_cached,
             num_held_kv_blocks=kv.num_held,
-            num_kv_blocks_registered=blocks.num_entered,
-            kv_blocks_removed_by_cause=blocks.by_cause.copy(),
+            num_kv_blocks_registered=kv_turnover.num_entered,
+            kv_blocks_removed_by_cause=kv_turnover.by_cause.copy(),
             tiers=TierStats() if self.tier is None else self.tier.stats(),
         )
 
@@ -472,8 +475,8 @@ class PrefixCache:
             self._borrowing.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.states.block_of_key)
-        assert num_findable == len(self.states.slot_of_block), "a state without a hash"
+        num_findable = len(self.cached_states.block_of_hash)
+        assert num_findable == len(self.cached_states.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:
-            self.tier.check_integrity(self.tree.block_of_key.__contains__)
+            self.tier.check_integrity(self.tree.block_of_hash.__contains__)

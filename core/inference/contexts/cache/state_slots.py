@@ -54,7 +54,7 @@ class StateSlots:
         if isinstance(policy, str):
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
-        self.states = CachedStates(num_slots, tree, self.policy, clock, tier)
+        self.cached_states = CachedStates(num_slots, tree, self.policy, clock, tier)
         self._dirty = dirty or DirtyEntries()
 
     # ---- lookup
@@ -67,11 +67,11 @@ class StateSlots:
 
     @property
     def counts(self) -> SlotCounts:
-        turnover = self.states.turnover
+        turnover = self.cached_states.turnover
         return SlotCounts(
             free=len(self.free_slots),
             reserved=len(self.reserved),
-            committed=len(self.states.slot_of_block),
+            committed=len(self.cached_states.slot_of_block),
             committed_total=turnover.num_entered,
             evicted_total=sum(turnover.by_cause[cause] for cause in STATE_EVICTIONS),
             live=len(self.live),
@@ -81,7 +81,7 @@ class StateSlots:
     def num_available(self) -> int:
         """Slots that `reserve` could allocate: free ones and unpinned committed ones."""
         num_pinned = sum(1 for slot in self.pins if slot not in self.reserved)
-        return len(self.free_slots) + len(self.states.slot_of_block) - num_pinned
+        return len(self.free_slots) + len(self.cached_states.slot_of_block) - num_pinned
 
     def next_victims(self, count: int, protected: Collection[int] | None = None) -> list[int]:
         """Up to `count` slots that would be evicted next, but `protected` (pinned) ones; changes nothing."""
@@ -91,8 +91,8 @@ class StateSlots:
 
     def checked_victims(self, victims: list[int], count: int, protected: Collection[int]) -> list[int]:
         """`victims`, a choice of the policy; ValueError unless these are slots that it may evict."""
-        holds, states = range(self.num_slots), self.states
-        right = (slot in holds and states.block_of(slot) >= 0 and slot not in protected for slot in victims)
+        existing, block_of = range(self.num_slots), self.cached_states.block_of
+        right = (slot in existing and block_of(slot) >= 0 and slot not in protected for slot in victims)
         if not all(right) or len(victims) > count or len(set(victims)) < len(victims):
             raise ValueError(
                 f"victims of {type(self.policy).__name__} returned {victims}; accepted: up to {count} of the "
@@ -115,13 +115,13 @@ class StateSlots:
         for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
             gone = self.reserved.pop(slot) < 0
-            key = self.tree.key_of(block) if block >= 0 else -1
-            if key > 0 and not gone and block not in self.states.slot_of_block:
-                self.states.insert([block], [slot])
-                self.states.set_keys([block], [slot], [key])
+            prefix_hash = self.tree.hash_of(block) if block >= 0 else 0
+            if prefix_hash and not gone and block not in self.cached_states.slot_of_block:
+                self.cached_states.insert([block], [slot])
+                self.cached_states.set_hashes([block], [slot], [prefix_hash])
             else:
                 self._add_free([slot])
-            results.append(-1 if gone else self.states.slot_of(block))
+            results.append(-1 if gone else self.cached_states.slot_of(block))
         return results
 
     def release(self, slots: Sequence[int] | None = None) -> None:
@@ -133,26 +133,26 @@ class StateSlots:
         self._add_free(slots)
 
     def fetch_state(
-        self, blocks: Sequence[int], keys: Sequence[int], start: int, block_size_tokens: int
+        self, blocks: Sequence[int], hashes: Sequence[int], start: int, block_size_tokens: int
     ) -> bool:
-        """See `PrefixCache.fetch_state`; `blocks` and `keys` are those of a prefix, first block first."""
+        """See `PrefixCache.fetch_state`; `blocks` and `hashes` are those of a prefix, first block first."""
         tier, changed = self._tier, False
         if tier is None or not (tier.host or tier.files):
             return False
         for depth in range(len(blocks), start // block_size_tokens, -1):
-            key, block = keys[depth - 1], blocks[depth - 1]
-            worth = tier.is_worth_fetching(key, depth * block_size_tokens - start)
-            if not worth or block in self.states.slot_of_block:
+            prefix_hash, block = hashes[depth - 1], blocks[depth - 1]
+            worth = tier.is_worth_fetching(prefix_hash, depth * block_size_tokens - start)
+            if not worth or block in self.cached_states.slot_of_block:
                 continue
-            tier.pin(key)
+            tier.pin(prefix_hash)
             try:
                 (slot,) = self.reserve_slots([block])
             except MambaSlotCapacityError:
                 tier.pin(None)
                 return changed
             changed = True
-            good = tier.fetch(key, slot)
-            self.states.note_copies_lost(tier.take_lost())
+            good = tier.fetch(prefix_hash, slot)
+            self.cached_states.note_copies_lost(tier.take_lost())
             if good:
                 self.commit_slots([slot])
                 return True
@@ -185,14 +185,16 @@ class StateSlots:
         """
         room, pins = self.num_available - num_slots, self.pins
         unpinned = (
-            slot for slot in evict_last if slot >= 0 and slot not in pins and self.states.block_of(slot) >= 0
+            slot
+            for slot in evict_last
+            if slot >= 0 and slot not in pins and self.cached_states.block_of(slot) >= 0
         )
         protected = list(dict.fromkeys(unpinned))[: max(0, room)]
         takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in protected
         takes_over = takes_over and len(protected) == room
         slots = self._allocate(num_slots - takes_over, (resume_slot, *protected), "live_state")
         if takes_over:
-            self.states.note_use(resume_slot)
+            self.cached_states.note_use(resume_slot)
             self._spill([resume_slot], "live_state")
             slots = [resume_slot, *slots]
         self.live.update(slots)
@@ -207,13 +209,13 @@ class StateSlots:
 
     def allocate(self, blocks: Sequence[int]) -> list[int]:
         """Commit a slot, without a hash, for each block; a block has one slot at most."""
-        slot_of_block = self.states.slot_of_block
+        slot_of_block = self.cached_states.slot_of_block
         new, protected = blocks, []
         if len(set(blocks)) < len(blocks) or not slot_of_block.keys().isdisjoint(blocks):
             new = [block for block in dict.fromkeys(blocks) if block not in slot_of_block]
             protected = [slot_of_block[block] for block in blocks if block in slot_of_block]
         slots = self._allocate(len(new), protected)
-        self.states.insert(new, slots)
+        self.cached_states.insert(new, slots)
         return [slot_of_block[block] for block in blocks] if len(new) < len(blocks) else slots
 
     # ---- eviction and what ends with a block
@@ -223,9 +225,11 @@ class StateSlots:
     ) -> None:
         """Evict so many unpinned states not in `protected`; an error, if there are fewer, changes nothing."""
         protected = self.pins.keys() | protected
-        states = self.states.slot_of_block
-        if len(states) < num_slots + len(protected):  # judged without the policy, which a choice may reorder
-            num_evictable = sum(slot not in protected for slot in states.values())
+        slot_of_block = self.cached_states.slot_of_block
+        if len(slot_of_block) < num_slots + len(
+            protected
+        ):  # judged without the policy, which a choice may reorder
+            num_evictable = sum(slot not in protected for slot in slot_of_block.values())
             if num_evictable < num_slots:
                 raise MambaSlotCapacityError(num_slots, num_evictable)
         victims = self.next_victims(num_slots, protected)
@@ -243,7 +247,7 @@ class StateSlots:
 
     def remove_unpinned(self, block: int, cause: StateRemovalCause = "by_host") -> bool:
         """Remove the block's state, which its owner no longer needs; False, with nothing done, if pinned."""
-        if self.states.slot_of(block) in self.pins:
+        if self.cached_states.slot_of(block) in self.pins:
             return False
         self.remove([block], cause)
         return True
@@ -251,8 +255,8 @@ class StateSlots:
     def remove_rolling(self, owner: RollingOwner) -> None:
         """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
         block = owner.rolling_block
-        slot = self.states.slot_of(block)
-        if slot < 0 or slot in self.states.used or self.remove_unpinned(block, "rolled"):
+        slot = self.cached_states.slot_of(block)
+        if slot < 0 or slot in self.cached_states.used or self.remove_unpinned(block, "rolled"):
             owner.rolling_block = -1
 
     def remove_rolling_states(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
@@ -268,7 +272,7 @@ class StateSlots:
         """Remove the states of blocks, and free their slots; `with_blocks`: these are evicted, too."""
         if with_blocks:
             self.remove_copies(blocks)
-        slots = self.states.remove(blocks, cause)
+        slots = self.cached_states.remove(blocks, cause)
         if slots:
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
@@ -282,22 +286,22 @@ class StateSlots:
     def remove_copies(self, blocks: Sequence[int]) -> None:
         """Remove the copies of these blocks' states in the tier."""
         if self._tier is not None:
-            keys = [self.tree.key_of(block) for block in blocks]
-            self.states.note_changes(keys)
-            self._tier.remove(keys)
+            hashes = [self.tree.hash_of(block) for block in blocks]
+            self.cached_states.note_changes(hashes)
+            self._tier.remove(hashes)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
         """Remove every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
         if live:
             self.live.clear()
         # No state may be findable once its slot is free: the index goes first, the free list comes last.
-        self.states.clear()
+        self.cached_states.clear()
         self.reserved.clear()
         self.pins.clear()
         self.free_slots = self._unused_slots()
         self._dirty.note(self.free_slots)
         if totals:
-            self.states.turnover.clear()
+            self.cached_states.turnover.clear()
 
     # ---- memory that slots share with KV blocks
 
@@ -332,11 +336,11 @@ class StateSlots:
 
     def _spill(self, slots: Sequence[int], cause: StateRemovalCause) -> None:
         """Copy states that are evicted to the tier, and remove them."""
-        states = self.states
+        cached_states = self.cached_states
         if self._tier is not None:
-            self._tier.spill(slots, [states.key_of(slot) for slot in slots])
-            states.note_copies_lost(self._tier.take_lost())
-        states.remove([states.block_of(slot) for slot in slots], cause)
+            self._tier.spill(slots, [cached_states.hash_of(slot) for slot in slots])
+            cached_states.note_copies_lost(self._tier.take_lost())
+        cached_states.remove([cached_states.block_of(slot) for slot in slots], cause)
 
     def _add_free(self, slots: Sequence[int]) -> None:
         if self._dirty.zeroes:
@@ -349,9 +353,9 @@ class StateSlots:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the maps contradict each other or the KV hashes; O(slots)."""
-        self.states.check_integrity()
+        self.cached_states.check_integrity()
         free, reserved = set(self.free_slots), set(self.reserved)
-        committed = set(self.states.slot_of_block.values())
+        committed = set(self.cached_states.slot_of_block.values())
         lent = set(self._units.lent_slots) if self._units else set[int]()
         assert len(free) == len(self.free_slots), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"

@@ -8,7 +8,7 @@ from itertools import chain
 
 GHOST, PLANNED = -2, -1
 """In the place of a slot: the state is gone, or refused; the state will be stored."""
-_MAX_KEYS_PER_GHOST = 32
+_MAX_HASHES_PER_GHOST = 32
 
 
 class Role(Enum):
@@ -27,9 +27,9 @@ Entry = tuple[int, int, "StateNode"]
 class StateNode:
     """A known prefix: its state is in a slot, planned, or a ghost, whose demand still counts."""
 
-    key: int  # hash of the prefix
+    prefix_hash: int  # hash of the prefix
     depth: int  # in blocks
-    edge: list[int]  # hashes after the parent's depth; the last one is `key`
+    edge: list[int]  # hashes after the parent's depth; the last one is `prefix_hash`
     slot: int = GHOST  # or `PLANNED`
     parent: "StateNode | None" = None  # None for a state without a hash, and for the root, always present
     children: dict[int, list["StateNode"]] = field(default_factory=dict)
@@ -109,35 +109,39 @@ class StateTree:
         self.root = StateNode(0, 0, [], slot=PLANNED)
         self.nodes: dict[int, StateNode] = {}  # by hash, without the root
         self.ghosts: OrderedDict[int, StateNode] = OrderedDict()  # used longest ago first
-        self.num_edge_keys = 0  # on all edges
+        self.num_edge_hashes = 0  # on all edges
         self._max_ghosts = max_ghosts
 
-    def deepest(self, keys: Sequence[int], stop: int) -> StateNode:
-        """The deepest known node on the way of `keys[:stop]`; the root where there is none."""
-        known = (self.nodes[key] for key in self.nodes.keys() & keys[:stop])
-        on_the_way = (node for node in known if node.depth <= stop and keys[node.depth - 1] == node.key)
+    def deepest(self, hashes: Sequence[int], stop: int) -> StateNode:
+        """The deepest known node on the way of `hashes[:stop]`; the root where there is none."""
+        known = (self.nodes[prefix_hash] for prefix_hash in self.nodes.keys() & hashes[:stop])
+        on_the_way = (
+            node for node in known if node.depth <= stop and hashes[node.depth - 1] == node.prefix_hash
+        )
         return max(on_the_way, key=lambda node: node.depth, default=self.root)
 
-    def insert(self, keys: Sequence[int], depth: int) -> StateNode:
-        """A new node at the end of `keys[:depth]`, between the nodes above and below."""
-        parent = self.deepest(keys, depth - 1)
-        node = StateNode(keys[depth - 1], depth, list(keys[parent.depth : depth]))
+    def insert(self, hashes: Sequence[int], depth: int) -> StateNode:
+        """A new node at the end of `hashes[:depth]`, between the nodes above and below."""
+        parent = self.deepest(hashes, depth - 1)
+        node = StateNode(hashes[depth - 1], depth, list(hashes[parent.depth : depth]))
         length = len(node.edge)
         siblings = parent.children.get(node.edge[0], ())
-        below = [each for each in siblings if each.depth > depth and each.edge[length - 1] == node.key]
+        below = [
+            each for each in siblings if each.depth > depth and each.edge[length - 1] == node.prefix_hash
+        ]
         for child in below:
             parent.detach(child)
             child.edge = child.edge[length:]
             node.attach(child)
             node.below += child.demand
         parent.attach(node)
-        self.num_edge_keys += length * (1 - len(below))
-        self.nodes[node.key] = node
+        self.num_edge_hashes += length * (1 - len(below))
+        self.nodes[node.prefix_hash] = node
         return node
 
     def make_present(self, node: StateNode, slot: int) -> list[StateNode]:
         """The node's state is in a slot, or planned, from now on; returns nodes whose values change."""
-        self.ghosts.pop(node.key, None)
+        self.ghosts.pop(node.prefix_hash, None)
         changed = node.add_demand(-node.demand)
         node.slot = slot
         return [*changed, *node.present_below()]
@@ -145,18 +149,18 @@ class StateTree:
     def make_ghost(self, node: StateNode) -> list[StateNode]:
         """The node becomes a ghost; returns a node whose value changes, if there is one."""
         node.slot = GHOST
-        self.ghosts[node.key] = node
+        self.ghosts[node.prefix_hash] = node
         return node.add_demand(node.demand)
 
     def surplus_ghost(self) -> StateNode | None:
         """A ghost to remove, where there are too many, or the ways to them take the host's memory."""
         num_ghosts, most = len(self.ghosts), self._max_ghosts
-        too_long = self.num_edge_keys > _MAX_KEYS_PER_GHOST * most and num_ghosts > 1
+        too_long = self.num_edge_hashes > _MAX_HASHES_PER_GHOST * most and num_ghosts > 1
         return next(iter(self.ghosts.values())) if num_ghosts > most or too_long else None
 
     def remove(self, ghost: StateNode) -> list[StateNode]:
         """Remove a ghost; what is below continues the node above. Returns a node whose value changes."""
-        del self.ghosts[ghost.key], self.nodes[ghost.key]
+        del self.ghosts[ghost.prefix_hash], self.nodes[ghost.prefix_hash]
         changed = ghost.add_demand(-ghost.rate)
         parent, below = ghost.parent, list(ghost.child_nodes)
         assert parent is not None
@@ -164,7 +168,7 @@ class StateTree:
         for child in below:
             child.edge = ghost.edge + child.edge
             parent.attach(child)
-        self.num_edge_keys -= len(ghost.edge) * (1 - len(below))
+        self.num_edge_hashes -= len(ghost.edge) * (1 - len(below))
         return changed
 
     def check_integrity(self) -> None:
@@ -175,10 +179,10 @@ class StateTree:
             assert node.below == sum(child.demand for child in children), "the demand of ghosts is off"
             for child in children:
                 assert child.parent is node, "a node is below another parent"
-                assert self.nodes.get(child.key) is child, "a node in the tree is not known"
+                assert self.nodes.get(child.prefix_hash) is child, "a node in the tree is not known"
                 assert child.depth == node.depth + len(child.edge), "an edge is too long"
-                assert child.edge[-1] == child.key, "an edge leads to another prefix"
+                assert child.edge[-1] == child.prefix_hash, "an edge leads to another prefix"
         assert sum(len(list(node.child_nodes)) for node in nodes) == len(self.nodes), "a node is in no tree"
-        assert sum(len(node.edge) for node in nodes) == self.num_edge_keys, "the count of edges is off"
-        ghosts = {key for key, node in self.nodes.items() if not node.is_present}
+        assert sum(len(node.edge) for node in nodes) == self.num_edge_hashes, "the count of edges is off"
+        ghosts = {prefix_hash for prefix_hash, node in self.nodes.items() if not node.is_present}
         assert ghosts == self.ghosts.keys(), "a ghost is lost"

@@ -24,18 +24,18 @@ class TierSlots:
         self.free_slots = list(range(num_slots))
         self._pinned: int | None = None
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.entries
+    def __contains__(self, prefix_hash: object) -> bool:
+        return prefix_hash in self.entries
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def use(self, key: int) -> None:
-        self.entries.move_to_end(key)
+    def use(self, prefix_hash: int) -> None:
+        self.entries.move_to_end(prefix_hash)
 
-    def pin(self, key: int | None) -> None:
+    def pin(self, prefix_hash: int | None) -> None:
         """Protect this copy, and no other, from eviction; None for none."""
-        self._pinned = key
+        self._pinned = prefix_hash
 
     def allocate(self) -> tuple[int, int]:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
@@ -43,21 +43,21 @@ class TierSlots:
             slot = self.free_slots.pop()
             self.dirty.clean([slot])
             return slot, 0
-        victim = next((key for key in self.entries if key != self._pinned), 0)
+        victim = next((prefix_hash for prefix_hash in self.entries if prefix_hash != self._pinned), 0)
         if not victim:
             return -1, 0
         slot, _ = self.entries.pop(victim)
         self.dirty.clean([slot])  # a copy that failed may be in it
         return slot, victim
 
-    def insert(self, key: int, slot: int, serial: int) -> None:
+    def insert(self, prefix_hash: int, slot: int, serial: int) -> None:
         """Index the state in a slot from `allocate` under its hash; no other state ever had this `serial`."""
-        self.entries[key] = slot, serial
+        self.entries[prefix_hash] = slot, serial
 
-    def remove(self, keys: Iterable[int]) -> list[int]:
+    def remove(self, hashes: Iterable[int]) -> list[int]:
         """Remove the copies under these hashes, and return their slots, which are free."""
-        keys = [key for key in keys if key in self.entries]
-        slots = [self.entries.pop(key)[0] for key in keys]
+        hashes = [prefix_hash for prefix_hash in hashes if prefix_hash in self.entries]
+        slots = [self.entries.pop(prefix_hash)[0] for prefix_hash in hashes]
         self.dirty.note(slots)
         self.free_slots += slots
         return slots
@@ -141,9 +141,9 @@ class HostTier:
         self._agree = agree
         self._serial = 0
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, prefix_hash: object) -> bool:
         """Whether there is a copy under this hash."""
-        return key in self.host or key in self.files
+        return prefix_hash in self.host or prefix_hash in self.files
 
     def __iter__(self) -> Iterator[int]:
         """The hashes with a copy, each once."""
@@ -154,13 +154,13 @@ class HostTier:
 
     # ---- out
 
-    def spill(self, slots: Sequence[int], keys: Sequence[int]) -> None:
+    def spill(self, slots: Sequence[int], hashes: Sequence[int]) -> None:
         """Copy evicted states; does not wait. A copy that failed stays indexed, as on other ranks."""
-        for slot, key in zip(slots, keys, strict=True):
-            if key <= 0:  # no hash
+        for slot, prefix_hash in zip(slots, hashes, strict=True):
+            if not prefix_hash:
                 continue
-            if key in self.host:
-                self.host.use(key)
+            if prefix_hash in self.host:
+                self.host.use(prefix_hash)
                 continue
             host_slot = self._allocate(self.host)
             if host_slot < 0:
@@ -171,17 +171,17 @@ class HostTier:
             except Exception:
                 self._note_failure()
                 self.host.dirty.note([host_slot])
-            self.host.insert(key, host_slot, serial)
-            self._save(host_slot, key, serial)
+            self.host.insert(prefix_hash, host_slot, serial)
+            self._save(host_slot, prefix_hash, serial)
 
     def take_lost(self) -> list[int]:
         """The hashes that have no copy any more, since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
-    def _save(self, host_slot: int, key: int, serial: int) -> None:
-        if key in self.files:
-            self.files.use(key)
+    def _save(self, host_slot: int, prefix_hash: int, serial: int) -> None:
+        if prefix_hash in self.files:
+            self.files.use(prefix_hash)
             return
         file = self._allocate(self.files)
         if file < 0:
@@ -190,7 +190,7 @@ class HostTier:
             self.copies.save(host_slot, file, serial)
         except Exception:
             self._note_failure()
-        self.files.insert(key, file, serial)
+        self.files.insert(prefix_hash, file, serial)
 
     def _allocate(self, tier: TierSlots) -> int:
         slot, evicted = tier.allocate()
@@ -205,56 +205,56 @@ class HostTier:
 
     # ---- back
 
-    def is_worth_fetching(self, key: int, num_tokens: int) -> bool:
+    def is_worth_fetching(self, prefix_hash: int, num_tokens: int) -> bool:
         """Whether there is a copy under this hash, to fetch rather than to compute so many tokens."""
-        if key in self.host:
+        if prefix_hash in self.host:
             return num_tokens >= self.min_tokens
-        return key in self.files and num_tokens >= self.min_tokens_from_file
+        return prefix_hash in self.files and num_tokens >= self.min_tokens_from_file
 
-    def pin(self, key: int | None) -> None:
-        """Protect the copies under `key`, which are used now, and no others, from eviction; None for none."""
+    def pin(self, prefix_hash: int | None) -> None:
+        """Protect the copies under a hash, which are used now, and no others, from eviction; None: none."""
         for tier in (self.host, self.files):
-            if key is None or key in tier:
-                tier.pin(key)
-            if key is not None and key in tier:
-                tier.use(key)
+            if prefix_hash is None or prefix_hash in tier:
+                tier.pin(prefix_hash)
+            if prefix_hash is not None and prefix_hash in tier:
+                tier.use(prefix_hash)
 
-    def fetch(self, key: int, slot: int) -> bool:
+    def fetch(self, prefix_hash: int, slot: int) -> bool:
         """Copy a pinned state to a reserved slot; False, and removed on all ranks, if it is bad on one."""
-        from_file = key not in self.host
+        from_file = prefix_hash not in self.host
         good, exists = False, True
         try:
-            exists = not from_file or self._load(key)
+            exists = not from_file or self._load(prefix_hash)
             if exists:
-                host_slot, serial = self.host.entries[key]
+                host_slot, serial = self.host.entries[prefix_hash]
                 good = self.copies.fetch(host_slot, slot, serial)
         except Exception:
             logger.warning("a state could not be copied back; its tokens are computed", exc_info=True)
         self.pin(None)
         if not self._agree(good):
-            self.remove([key])
+            self.remove([prefix_hash])
             self._totals["num_copies_damaged" if exists else "num_copies_not_written"] += 1
-            self._lost.append(key)
+            self._lost.append(prefix_hash)
             return False
         self._totals["num_states_fetched"] += 1
         self._totals["num_states_fetched_from_disk"] += from_file
         return True
 
-    def _load(self, key: int) -> bool:
+    def _load(self, prefix_hash: int) -> bool:
         """Read a file into host memory; the indexes change alike on all ranks, whatever is read."""
         host_slot = self._allocate(self.host)
         if host_slot < 0:
             return False
-        file, serial = self.files.entries[key]
-        self.host.insert(key, host_slot, serial)
-        self.host.pin(key)
+        file, serial = self.files.entries[prefix_hash]
+        self.host.insert(prefix_hash, host_slot, serial)
+        self.host.pin(prefix_hash)
         return self.copies.load(file, host_slot, serial)
 
     # ---- the whole
 
-    def remove(self, keys: Iterable[int]) -> None:
+    def remove(self, hashes: Iterable[int]) -> None:
         """Remove the copies under these hashes."""
-        listed = list(keys)
+        listed = list(hashes)
         self.host.remove(listed)
         gone = self.files.remove(listed)
         if gone:

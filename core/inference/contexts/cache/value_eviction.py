@@ -21,7 +21,7 @@ _MAX_SESSION_USES = 6  # a place that more requests ended at is no place of one 
 _MAX_ABANDONED_USES = 4
 _MAX_ABANDONED = 256  # places that a request looks at
 _REFRESH_REQUESTS = 64  # requests from one computation of the rates to the next, at least
-_WITHOUT_KEY = 1 << 80  # a state that its host has not named yet is the last to go
+_WITHOUT_HASH = 1 << 80  # a state that its host has not named yet is the last to go
 _INNER = ("step_end", "interval")
 
 
@@ -76,16 +76,16 @@ class ValueEviction(EvictionPolicy):
 
     # ---- requests
 
-    def add_request(self, keys: Sequence[int], stop: int, again: bool = False) -> int:
+    def add_request(self, hashes: Sequence[int], stop: int, again: bool = False) -> int:
         """A request arrives; preempted ones (`again`) count as no use. Returns its number."""
         self._sees_requests = True
         if not again:
             self._tick()
-        node = self._tree.deepest(keys, stop)
+        node = self._tree.deepest(hashes, stop)
         turn = 1
         if node.parent is not None:
             if not again:
-                forks = len(keys) <= node.depth or keys[node.depth] not in node.children
+                forks = len(hashes) <= node.depth or hashes[node.depth] not in node.children
                 self._note_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
                 if node.children and node.num_uses <= _MAX_SESSION_USES:
                     self._note_abandoned(node)
@@ -128,7 +128,7 @@ class ValueEviction(EvictionPolicy):
         if is_fork:
             node.role, node.is_running = Role.FORK, False
         if not node.is_present:
-            self._tree.ghosts.move_to_end(node.key)
+            self._tree.ghosts.move_to_end(node.prefix_hash)
         self._update_class(node)
 
     def _note_abandoned(self, node: StateNode) -> None:
@@ -145,18 +145,18 @@ class ValueEviction(EvictionPolicy):
 
     # ---- states
 
-    def insert_planned(self, keys: Sequence[int], depth: int, kind: str, request: int) -> None:
-        """A state will be stored after `keys[:depth]`; it counts as cached from now on."""
-        node = self._tree.nodes.get(keys[depth - 1])
+    def insert_planned(self, hashes: Sequence[int], depth: int, kind: str, request: int) -> None:
+        """A state will be stored after `hashes[:depth]`; it counts as cached from now on."""
+        node = self._tree.nodes.get(hashes[depth - 1])
         if node is None:
-            node = self._tree.insert(keys, depth)
+            node = self._tree.insert(hashes, depth)
             node.boundary_kind = kind
         elif node.is_present:
             return
         running = self._requests.get(request)
         if running is not None:
             self._set_role(node, running)
-        self._planned[node.key] = node
+        self._planned[node.prefix_hash] = node
         self._push(self._tree.make_present(node, PLANNED))
         self._update_class(node)
 
@@ -181,16 +181,16 @@ class ValueEviction(EvictionPolicy):
             request.deepest = node
         node.is_running = node.role is not Role.FORK
 
-    def remove_planned(self, key: int | None) -> None:
+    def remove_planned(self, prefix_hash: int | None) -> None:
         """A planned state (None: all) was not stored, or found no slot: its demand is remembered."""
-        for planned in list(self._planned) if key is None else (key,):
+        for planned in list(self._planned) if prefix_hash is None else (prefix_hash,):
             node = self._planned.pop(planned, None)
             if node is not None:
                 self._make_ghost(node, remember=True)
 
-    def discard_planned(self, key: int) -> None:
+    def discard_planned(self, prefix_hash: int) -> None:
         """As if the state had not been planned: what it superseded is its request's deepest one again."""
-        node = self._planned.pop(key, None)
+        node = self._planned.pop(prefix_hash, None)
         if node is None:
             return
         for request in self._requests.values():
@@ -204,43 +204,45 @@ class ValueEviction(EvictionPolicy):
     def least_valuable(
         self, evictable: Callable[[int], bool], planned: Collection[int] = ()
     ) -> tuple[int, int]:
-        """The least of the evictable slots and the planned states: (slot, -1), (-1, key) or (-1, -1)."""
+        """The least of the evictable slots and the planned states: (slot, 0), (-1, hash) or (-1, 0)."""
         wanted = set(planned)
-        for node in self._in_order(lambda n: evictable(n.slot) if n.slot >= 0 else n.key in wanted, 1):
-            return (node.slot, -1) if node.slot >= 0 else (-1, node.key)
-        return -1, -1
+        for node in self._in_order(
+            lambda n: evictable(n.slot) if n.slot >= 0 else n.prefix_hash in wanted, 1
+        ):
+            return (node.slot, 0) if node.slot >= 0 else (-1, node.prefix_hash)
+        return -1, 0
 
     def insert(self, slots: Sequence[int]) -> None:
-        """States were committed in these slots; `set_keys` says which."""
+        """States were committed in these slots; `set_hashes` says which."""
         if not self._sees_requests:
             self._tick()
         for slot in slots:
-            self._slots[slot] = node = StateNode(0, 1, [], slot=slot, rate=_WITHOUT_KEY)
+            self._slots[slot] = node = StateNode(0, 1, [], slot=slot, rate=_WITHOUT_HASH)
             self._new_serial(node)
             self._push([node])
 
-    def set_keys(
-        self, slots: Sequence[int], keys: Sequence[int], path: Callable[[int], Sequence[int]]
+    def set_hashes(
+        self, slots: Sequence[int], hashes: Sequence[int], path: Callable[[int], Sequence[int]]
     ) -> None:
-        """The states in `slots` are found under `keys`; `path(i)` returns the hashes of one's prefix."""
-        for i, (slot, key) in enumerate(zip(slots, keys, strict=True)):
-            keyless = self._slots[slot]
-            if keyless.parent is not None:
-                if keyless.key == key:
+        """The states in `slots` are found under `hashes`; `path(i)` returns the hashes of one's prefix."""
+        for i, (slot, prefix_hash) in enumerate(zip(slots, hashes, strict=True)):
+            unnamed = self._slots[slot]
+            if unnamed.parent is not None:
+                if unnamed.prefix_hash == prefix_hash:
                     continue
                 self.remove([slot], remember=False)
                 self.insert([slot])
-                keyless = self._slots[slot]
-            node = self._tree.nodes.get(key)
+                unnamed = self._slots[slot]
+            node = self._tree.nodes.get(prefix_hash)
             if node is not None and node.slot >= 0:
-                keyless.rate = 0  # no request finds the state
-                self._push([keyless])
+                unnamed.rate = 0  # no request finds the state
+                self._push([unnamed])
                 continue
             if node is None or not node.is_present:
                 self.insert_planned(prefix := path(i), len(prefix), "", -1)
-                node = self._tree.nodes[key]
-            del self._planned[key]
-            keyless.entry, node.slot = None, slot
+                node = self._tree.nodes[prefix_hash]
+            del self._planned[prefix_hash]
+            unnamed.entry, node.slot = None, slot
             self._slots[slot] = node
             self._push([node])
 
@@ -284,7 +286,9 @@ class ValueEviction(EvictionPolicy):
         assert all(node.slot == slot for slot, node in self._slots.items()), "a state is in another slot"
         entries = {id(entry) for entry in self._heap}
         assert all(id(node.entry) in entries for node in self._slots.values()), "a state is not in the heap"
-        planned = {key: node for key, node in self._tree.nodes.items() if node.slot == PLANNED}
+        planned = {
+            prefix_hash: node for prefix_hash, node in self._tree.nodes.items() if node.slot == PLANNED
+        }
         assert planned == self._planned, "a planned state is lost"
         self._tree.check_integrity()
 

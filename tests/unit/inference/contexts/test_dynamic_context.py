@@ -78,13 +78,13 @@ def test_admission_without_enough_blocks_changes_nothing() -> None:
     finished = make_request(random_tokens(24, seed=2))
     prefill(context, finished)
     context.release(finished)
-    stats, order = context.cache_stats(), sorted(context.prefix_cache.kv_blocks.tree.block_of_key.items())
+    stats, order = context.cache_stats(), sorted(context.prefix_cache.kv_blocks.tree.block_of_hash.items())
 
     sharing_and_too_long = make_request(finished.prompt_tokens + random_tokens(30, seed=3))
     assert context.admission.schedule_request(sharing_and_too_long, 64) is None
 
     assert context.cache_stats() == stats
-    assert sorted(context.prefix_cache.kv_blocks.tree.block_of_key.items()) == order
+    assert sorted(context.prefix_cache.kv_blocks.tree.block_of_hash.items()) == order
     assert sharing_and_too_long.allocation is None
     context.check_integrity()
 
@@ -151,7 +151,7 @@ def test_checkpoints_inside_a_chunk_hold_the_state_after_exactly_those_tokens() 
     prefill(context, request)
     pool, oracle = context.memory.state_pool, RecurrentLM(small_model())
     for depth in range(1, 6):
-        slot = context.prefix_cache.slots.states.slot_of(request.allocation.path.blocks[depth - 1])
+        slot = context.prefix_cache.slots.cached_states.slot_of(request.allocation.path.blocks[depth - 1])
         for name, expected in oracle.states_after(prompt[: depth * BLOCK]).items():
             torch.testing.assert_close(pool.durable(name)[:, slot], expected, rtol=0, atol=1e-10)
 
@@ -167,7 +167,7 @@ def test_a_new_state_while_decoding_replaces_the_older_unless_a_request_resumed_
         return [
             i + 1
             for i, block in enumerate(request.allocation.path.blocks)
-            if block in slots.states.slot_of_block
+            if block in slots.cached_states.slot_of_block
         ]
 
     context = make_context()

@@ -28,7 +28,7 @@ def committed(host, slots, *blocks):
 def picture(slots):
     """Everything a host can see, to show that a failed call changed nothing."""
     return (
-        dict(slots.slots.states.slot_of_block),
+        dict(slots.slots.cached_states.slot_of_block),
         list(slots.slots.free_slots),
         dict(slots.hash_to_block_id),
         dict(slots.slots.reserved),

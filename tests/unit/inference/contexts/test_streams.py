@@ -123,14 +123,14 @@ def tier_traffic(
         if fetch_fails:
             copies._checksum = fails  # type: ignore[assignment]
         with suppress(MambaSlotCapacityError):
-            if block not in slots.states.slot_of_block:
+            if block not in slots.cached_states.slot_of_block:
                 slots.fetch_state([block], [block + 1], 0, 1)
             copies._checksum = checksum
-            if block not in slots.states.slot_of_block:
+            if block not in slots.cached_states.slot_of_block:
                 (slot,) = slots.reserve_slots([block])
                 memory[slot].copy_(simulator.device_memory(pattern(block)), non_blocking=True)
                 slots.commit_slots([slot])
-            row = memory[slots.states.slot_of(block)]
+            row = memory[slots.cached_states.slot_of(block)]
             simulator.launch(expect(row, pattern(block), "a step"), [row], [], "a step reads a state")
 
     for _ in range(25):

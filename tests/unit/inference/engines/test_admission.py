@@ -126,16 +126,16 @@ def test_where_pins_keep_all_other_slots_the_promised_state_is_in_the_slot_of_an
         engine.add_request(prompt, SHORT)
     assert len(engine.step().admitted) == 1
     slots = engine.context.prefix_cache.slots
-    assert len(slots.states.slot_of_block) == 2 > slots.counts.evicted_total == 0
+    assert len(slots.cached_states.slot_of_block) == 2 > slots.counts.evicted_total == 0
     assert len(engine.step().admitted) == 63
     engine.check_integrity()
     assert engine.context.cache_stats().num_resumed_tokens == 63 * 96
-    assert (len(slots.states.slot_of_block), len(slots.pins), slots.counts.live) == (
+    assert (len(slots.cached_states.slot_of_block), len(slots.pins), slots.counts.live) == (
         1,
         1,
         63,
     )  # one has ended
-    assert slots.states.turnover.by_cause["live_state"] == 1
+    assert slots.cached_states.turnover.by_cause["live_state"] == 1
 
 
 def test_with_slots_they_wait_one_step_and_share() -> None:

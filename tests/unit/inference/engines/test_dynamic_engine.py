@@ -65,7 +65,7 @@ def test_branch_and_tail_are_taken_in_the_same_prefill() -> None:
     cache = engine.context.prefix_cache
     sibling = shared + random_tokens(20, seed=3)
     match = engine.context.admission.match(_request_like(engine, sibling))
-    depths = [i + 1 for i, block in enumerate(match.blocks) if block in cache.states.slot_of_block]
+    depths = [i + 1 for i, block in enumerate(match.blocks) if block in cache.cached_states.slot_of_block]
     assert depths == [5, 7]
     assert cache.tree.num_children[match.blocks[4]] == 2
 

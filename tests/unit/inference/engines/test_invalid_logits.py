@@ -113,7 +113,7 @@ def test_earlier_parts_of_a_prompt_are_found_until_the_part_with_invalid_logits(
         (result,) = engine.step().finished
     assert result.finish_reason == "invalid_logits"
     assert resumable(engine, prompt) == 0
-    assert (cache.tree.block_of_key, cache.states.slot_of_block) == ({}, {})
+    assert (cache.tree.block_of_hash, cache.cached_states.slot_of_block) == ({}, {})
     assert_idle(engine)
 
 
@@ -130,7 +130,7 @@ def test_blocks_that_another_request_resumed_from_meanwhile_stay_without_their_s
             client.step()
             engine.check_integrity()
     assert engine.context.requests  # the other one runs, and holds the blocks of 16 tokens
-    assert len(engine.context.prefix_cache.tree.block_of_key) == 2
+    assert len(engine.context.prefix_cache.tree.block_of_hash) == 2
     assert resumable(engine, prompt) == 0
     client.finish()
     assert client.results[0].num_resumed_tokens == 16
@@ -145,7 +145,7 @@ def test_a_block_that_another_request_computes_in_the_same_step_stays() -> None:
     with spoiling(client.engine, SPOILS["NaN"], bad, 0):
         (result,) = client.step().finished
     assert (result.request_id, result.finish_reason) == (bad, "invalid_logits")
-    assert len(client.engine.context.prefix_cache.kv_blocks.tree.block_of_key) == 2
+    assert len(client.engine.context.prefix_cache.kv_blocks.tree.block_of_hash) == 2
     client.finish()
     assert_idle(client.engine)
 

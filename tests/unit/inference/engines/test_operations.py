@@ -37,7 +37,7 @@ Operation = Callable[[ms.DynamicInferenceEngine], object]
 def cached(engine: ms.DynamicInferenceEngine) -> tuple[int, int]:
     """Registered KV blocks and committed states."""
     cache = engine.context.prefix_cache
-    return len(cache.kv_blocks.tree.block_of_key), len(cache.slots.states.slot_of_block)
+    return len(cache.kv_blocks.tree.block_of_hash), len(cache.slots.cached_states.slot_of_block)
 
 
 def resumed(engine: ms.DynamicInferenceEngine, prompt: list[int], salt: bytes | None = None) -> int:
@@ -196,7 +196,7 @@ def test_a_reset_between_two_steps_notifies_observers_of_what_left() -> None:
         lambda blocks, _: deregistered.append(set(blocks))
     )
     engine.generate([LONG[:40]], ONE)
-    registered = set(engine.context.prefix_cache.kv_blocks.tree.block_of_key.values())
+    registered = set(engine.context.prefix_cache.kv_blocks.tree.block_of_hash.values())
     engine.reset_prefix_cache()
     assert deregistered == [registered]
 

@@ -292,7 +292,7 @@ class TestStates:
             context = engine.context
             blocks = request.allocation.path.blocks if request.allocation else []
             for depth, block in enumerate(blocks, start=1):
-                slot = context.prefix_cache.slots.states.slot_of(block)
+                slot = context.prefix_cache.slots.cached_states.slot_of(block)
                 if slot >= 0:
                     pool = context.memory.state_pool
                     expected = RecurrentLM(small_model()).states_after(sequence[: depth * BLOCK])
@@ -366,7 +366,7 @@ class TestStates:
         serve_checked(engine, [prompt, prompt], length=40)
         slots = engine.context.prefix_cache.slots
         assert slots.counts.evicted_total == 0  # one state of another's, and the two's rolling one
-        assert len(slots.states.slot_of_block) == 2
+        assert len(slots.cached_states.slot_of_block) == 2
 
     def test_after_a_reset_of_the_cache_requests_go_on_from_their_own_states(self):
         engine = speculating(most=3)

@@ -108,7 +108,7 @@ def test_a_channel_that_is_connected_says_what_it_would_take(pair: Pair) -> None
 def test_the_deepest_state_of_a_prefix_goes_or_all_states(pair: Pair) -> None:
     serve(pair.source, [PROMPTS[0][:25]])
     serve(pair.source, PROMPTS[:1])
-    cached = pair.source.context.prefix_cache.slots.states.slot_of_block
+    cached = pair.source.context.prefix_cache.slots.cached_states.slot_of_block
     sent, received = pair.hand_over([(PROMPTS[0], None)])
     assert (sent.states, received.imported.states) == (1, 1)
     assert received.imported.tokens == 40

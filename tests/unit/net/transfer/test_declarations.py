@@ -51,11 +51,11 @@ def warm_engine(spec: ms.HybridStateSpec) -> ms.DynamicInferenceEngine:
 def cached(engine: ms.DynamicInferenceEngine) -> dict[tuple[str, int], torch.Tensor]:
     """(Tensor, hash) -> the numbers of each cached block and state, straight from the pools."""
     memory, kv = engine.context.memory, engine.context.prefix_cache.kv_blocks
-    slots = engine.context.prefix_cache.slots.states
+    slots = engine.context.prefix_cache.slots.cached_states
     found = {}
-    for key, block in kv.tree.block_of_key.items():
+    for key, block in kv.tree.block_of_hash.items():
         found["kv", key] = memory.kv_cache[:, :, block]
-    for key, block in slots.block_of_key.items():
+    for key, block in slots.block_of_hash.items():
         for tensor in memory.state_pool.states:
             found[tensor.name, key] = memory.state_pool.durable(tensor.name)[:, slots.slot_of(block)]
     return found

@@ -211,7 +211,7 @@ def test_known_kv_without_a_state_gets_one(source: ms.DynamicInferenceEngine) ->
     target = engine_of()
     moved(source, target)
     slots = target.context.prefix_cache.slots
-    for block in list(slots.states.slot_of_block):
+    for block in list(slots.cached_states.slot_of_block):
         slots.remove_unpinned(block)
     report = moved(source, target)
     assert report.known == replace(expected_counts(source), prefixes=0, states=0)
@@ -356,9 +356,9 @@ def test_what_the_allocators_report(source: ms.DynamicInferenceEngine) -> None:
     target = engine_of()
     moved(source, target)
     kv, slots = target.context.prefix_cache.kv_blocks, target.context.prefix_cache.slots
-    assert sorted(eviction_order(slots)) == sorted(slots.states.slot_of_block.values())
+    assert sorted(eviction_order(slots)) == sorted(slots.cached_states.slot_of_block.values())
     for block in range(kv.total_count):
-        assert (block in kv.tree) == (block in kv.tree.block_of_key.values())
+        assert (block in kv.tree) == (block in kv.tree.block_of_hash.values())
 
 
 def timestamps(engine: ms.DynamicInferenceEngine, blocks: Any) -> list[int]:
@@ -471,14 +471,16 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
     """It holds bytes of another state until its host has filled it."""
     source = warm_engine()
     slots, kv = source.context.prefix_cache.slots, source.context.prefix_cache.kv_blocks
-    stateless = [block for block in kv.tree.block_of_key.values() if block not in slots.states.slot_of_block]
+    stateless = [
+        block for block in kv.tree.block_of_hash.values() if block not in slots.cached_states.slot_of_block
+    ]
     if not stateless:
-        stateless = [slots.states.block_of(eviction_order(slots)[0])]
+        stateless = [slots.cached_states.block_of(eviction_order(slots)[0])]
         assert slots.remove_unpinned(stateless[0])
     before = export_prefixes(source)
     allocated = slots.allocate(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
-    slots.states.set_keys(stateless[:1], allocated, [kv.tree.key_of(stateless[0])])
+    slots.cached_states.set_hashes(stateless[:1], allocated, [kv.tree.hash_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
 
 
@@ -684,7 +686,7 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
     target = engine_of()
     serve(target, PROMPTS[:2], SALTS[:2])
     slots, calls = target.context.prefix_cache.slots, []
-    owner = slots.states if method == "note_use" else slots
+    owner = slots.cached_states if method == "note_use" else slots
     real = getattr(owner, method)
 
     def failing(*arguments: Any) -> Any:

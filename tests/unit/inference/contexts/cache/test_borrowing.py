@@ -157,9 +157,9 @@ def assert_disjoint(ranges, total):
 def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
-    numbers = {*slots.free_slots, *slots.states.slot_of_block.values(), *slots.reserved, *slots.live}
+    numbers = {*slots.free_slots, *slots.cached_states.slot_of_block.values(), *slots.reserved, *slots.live}
     free = list(kv.free_blocks)
-    blocks = {*free, *kv.tree.block_of_key.values(), *kv.references}
+    blocks = {*free, *kv.tree.block_of_hash.values(), *kv.references}
     return numbers, blocks
 
 
@@ -214,12 +214,12 @@ class Borrowers(RuleBasedStateMachine):
         cache.grow(path, num_blocks)
         assert (
             match.resume_slot < 0
-            or cache.slots.states.slot_of(path.blocks[match.resume_tokens // SIZE - 1]) >= 0
+            or cache.slots.cached_states.slot_of(path.blocks[match.resume_tokens // SIZE - 1]) >= 0
         )
         cache.register(path, tokens, len(tokens))
         for block in path.blocks[-takes:] if takes else ():
             cache._borrowing.borrow_slots(1)
-            if block not in cache.slots.states.slot_of_block and cache.slots.num_available:
+            if block not in cache.slots.cached_states.slot_of_block and cache.slots.num_available:
                 cache.slots.commit_slots(cache.slots.reserve_slots([block]))
 
     @precondition(lambda self: self.paths)
@@ -260,9 +260,9 @@ class Borrowers(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):
-        before = len(self.cache.slots.states.slot_of_block)
+        before = len(self.cache.slots.cached_states.slot_of_block)
         self.cache._borrowing.borrow_slots(count)
-        gone = before - len(self.cache.slots.states.slot_of_block)
+        gone = before - len(self.cache.slots.cached_states.slot_of_block)
         assert gone <= before
 
     @rule(count=st.integers(1, 9))

@@ -116,7 +116,7 @@ def test_a_policy_of_ones_own_decides(policy):
     for block in (1, 2, 3):
         assert len(slots.commit_slots(slots.reserve_slots([block]))) == 1
         slots.check_integrity()
-    assert list(slots.states.slot_of_block) == [1, 3]
+    assert list(slots.cached_states.slot_of_block) == [1, 3]
 
 
 @pytest.mark.parametrize("policy", ["fifo", None, 3, dict, object()])

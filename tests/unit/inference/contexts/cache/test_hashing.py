@@ -47,8 +47,8 @@ def chain_of(tokens, block=4, root=PUBLIC_ROOT):
 @given(tokens=token_lists, block=st.integers(1, 5), root=st.binary(min_size=32, max_size=32))
 def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, root):
     chain = chain_of(tokens, block, root)
-    assert (chain.keys, chain.tokens) == by_hand(tokens, block, root)
-    assert all(0 < key < 2**63 for key in chain.keys)
+    assert (chain.hashes, chain.tokens) == by_hand(tokens, block, root)
+    assert all(0 < key < 2**63 for key in chain.hashes)
     assert chain.root == root
 
 
@@ -56,19 +56,19 @@ def test_keys_and_tokens_are_those_of_a_chain_written_by_hand(tokens, block, roo
 def test_without_a_salt_keys_are_the_same_in_every_process(tokens, block):
     chain = PrefixHashChain(block)
     chain.extend_to(tokens)
-    assert (chain.keys, chain.tokens) == by_hand(tokens, block)
+    assert (chain.hashes, chain.tokens) == by_hand(tokens, block)
 
 
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
 def test_appended_blocks_hash_as_those_of_a_sequence(tokens, block, data):
     whole, chain = chain_of(tokens, block, ROOT), PrefixHashChain(block, ROOT)
-    first = data.draw(st.integers(0, len(whole.keys)))
+    first = data.draw(st.integers(0, len(whole.hashes)))
     chain.extend_to(tokens, first * block)
     for content in whole.tokens[first:]:
         chain.append(content)
-    assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
+    assert (chain.hashes, chain.tokens) == (whole.hashes, whole.tokens)
     chain.extend_to(tokens * 2)
-    assert (chain.keys, chain.tokens) == by_hand(tokens * 2, block, ROOT)
+    assert (chain.hashes, chain.tokens) == by_hand(tokens * 2, block, ROOT)
 
 
 @given(tokens=token_lists, block=st.integers(1, 5), data=st.data())
@@ -76,29 +76,29 @@ def test_growing_a_chain_gives_what_hashing_at_once_gives(tokens, block, data):
     chain = PrefixHashChain(block)
     for length in sorted(data.draw(st.lists(st.integers(0, len(tokens) + 6), max_size=4))):
         chain.extend_to(tokens, length)
-        assert chain.keys == by_hand(tokens[:length], block)[0]
+        assert chain.hashes == by_hand(tokens[:length], block)[0]
     chain.extend_to(tokens)
-    assert (chain.keys, chain.tokens) == by_hand(tokens, block)
+    assert (chain.hashes, chain.tokens) == by_hand(tokens, block)
 
 
 def test_a_chain_never_shrinks():
     chain = chain_of([1, 2, 3, 4, 5, 6, 7, 8])
     chain.extend_to([1, 2, 3, 4], 4)
-    assert len(chain.keys) == 2
+    assert len(chain.hashes) == 2
 
 
 def test_a_length_past_the_sequence_hashes_nothing_past_it():
     tokens = list(range(12))
     chain = PrefixHashChain(4)
     chain.extend_to(tokens[:10], 40)
-    assert (chain.keys, chain.tokens) == by_hand(tokens[:10], 4)
+    assert (chain.hashes, chain.tokens) == by_hand(tokens[:10], 4)
     chain.extend_to(tokens, 40)
-    assert (chain.keys, chain.tokens) == by_hand(tokens, 4)
+    assert (chain.hashes, chain.tokens) == by_hand(tokens, 4)
 
 
 def test_a_partial_block_has_no_hash():
-    assert chain_of([1, 2, 3]).keys == []
-    assert len(chain_of([1, 2, 3, 4, 5]).keys) == 1
+    assert chain_of([1, 2, 3]).hashes == []
+    assert len(chain_of([1, 2, 3, 4, 5]).hashes) == 1
 
 
 def test_one_other_token_changes_all_hashes_from_there_on():
@@ -106,19 +106,19 @@ def test_one_other_token_changes_all_hashes_from_there_on():
         chain_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
         chain_of([1, 2, 3, 4, 0, 6, 7, 8, 9, 10, 11, 12]),
     )
-    assert [a == b for a, b in zip(left.keys, right.keys, strict=True)] == [True, False, False]
+    assert [a == b for a, b in zip(left.hashes, right.hashes, strict=True)] == [True, False, False]
     assert left.tokens[2] == right.tokens[2]
 
 
 def test_equal_tokens_under_other_roots_share_no_hash():
     roots = [PUBLIC_ROOT, ROOT, bytes(32), bytes(31) + b"\1"]
-    assert len({chain_of([1, 2, 3, 4], root=root).keys[0] for root in roots}) == len(roots)
+    assert len({chain_of([1, 2, 3, 4], root=root).hashes[0] for root in roots}) == len(roots)
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array])
 def test_any_sequence_of_token_ids_hashes_alike(kind):
     tokens = [7, 0, 255, 50_000]
-    assert chain_of(kind(tokens)).keys == chain_of(tokens).keys
+    assert chain_of(kind(tokens)).hashes == chain_of(tokens).hashes
 
 
 def test_only_new_tokens_are_hashed(monkeypatch):
@@ -138,16 +138,16 @@ def test_only_new_tokens_are_hashed(monkeypatch):
 def test_a_hash_of_zero_becomes_one(monkeypatch):
     zeros = SimpleNamespace(digest=lambda: bytes(32))
     monkeypatch.setattr(prefix_hash, "hashlib", SimpleNamespace(sha256=lambda content: zeros))
-    assert chain_of([1, 2, 3, 4]).keys == [1]
+    assert chain_of([1, 2, 3, 4]).hashes == [1]
 
 
 def test_a_block_whose_hashing_was_interrupted_is_hashed_anew():
     chain, whole = PrefixHashChain(4, ROOT), PrefixHashChain(4, ROOT)
     whole.extend_to(range(8))
     chain.extend_to(range(4))
-    chain.keys.append(17)  # what an interrupt between two of its lists leaves
+    chain.hashes.append(17)  # what an interrupt between two of its lists leaves
     chain.extend_to(range(8))
-    assert (chain.keys, chain.tokens) == (whole.keys, whole.tokens)
+    assert (chain.hashes, chain.tokens) == (whole.hashes, whole.tokens)
 
 
 KEY, OTHER = b"k" * 16, b"o" * 16

@@ -28,7 +28,7 @@ def cached(kv, parent, *contents, key=1):
 
 
 def hashes_of(kv, blocks=None):
-    return [kv.tree.key_of(block) for block in (range(kv.total_count) if blocks is None else blocks)]
+    return [kv.tree.hash_of(block) for block in (range(kv.total_count) if blocks is None else blocks)]
 
 
 def references_of(kv, blocks):
@@ -41,7 +41,7 @@ def picture(kv):
         list(kv.tree.references),
         hashes_of(kv),
         list(kv.tree.leaves.timestamps),
-        dict(kv.tree.block_of_key),
+        dict(kv.tree.block_of_hash),
         kv.total_avail,
         kv.num_cached,
         [kv.tree.num_children[block] for block in range(kv.total_count)],
@@ -73,7 +73,7 @@ def lines_run(call):
 def test_a_new_pool_is_all_free():
     kv = KVBlockAllocator(5)
     assert (kv.total_avail, kv.num_cached, kv.num_held) == (5, 0, 0)
-    assert hashes_of(kv) == [-1] * 5
+    assert hashes_of(kv) == [0] * 5
 
 
 def test_allocated_blocks_are_distinct_and_held_once():
@@ -190,7 +190,7 @@ def test_the_first_to_register_a_prefix_wins():
     first = written(kv, b"", A, B)
     second = kv.allocate_memory_blocks(2)
     assert kv.register_chain(b"", second, [1, 2], [A, B]) == first
-    assert hashes_of(kv, second) == [-1, -1]
+    assert hashes_of(kv, second) == [0, 0]
     kv.release_memory_blocks(second)
     assert kv.total_avail == 2
 
@@ -237,7 +237,7 @@ def test_registration_ends_before_a_colliding_hash():
     written(kv, b"", A)
     blocks = kv.allocate_memory_blocks(3)
     assert kv.register_chain(b"", blocks, [5, 1, 6], [B, C, D]) == blocks[:1]
-    assert hashes_of(kv, blocks) == [5, -1, -1]
+    assert hashes_of(kv, blocks) == [5, 0, 0]
     kv.check_integrity()
     assert kv.tree.match(b"", [5, 1, 6], [B, C, D]) == blocks[:1]
 
@@ -428,7 +428,7 @@ def test_blocks_are_free_and_unknown_when_observers_are_notified():
     kv.observe_deregistration(look)
     cached(kv, b"", A)
     kv.evict_lru_blocks(1)
-    assert seen == [(3, [-1], [])]
+    assert seen == [(3, [0], [])]
 
 
 # ---- reset
@@ -439,7 +439,7 @@ def test_without_a_prefix_held_blocks_stay_held():
     (held,), (free,) = written(kv, b"", A), cached(kv, b"", B, key=2)
     assert hashes_of(kv, [held, free]) == [1, 2]
     kv.deregister_all()
-    assert hashes_of(kv) == [-1] * 4
+    assert hashes_of(kv) == [0] * 4
     assert (kv.total_avail, kv.num_cached, kv.references) == (3, 0, {held: 1})
     kv.check_integrity()
 
@@ -914,7 +914,7 @@ class KVBlockMachine(RuleBasedStateMachine):
         assert kv.total_avail == len(self.free())
         assert kv.num_cached == len(self.cached())
         assert kv.num_held == len(+self.refs)
-        assert kv.tree.block_of_key == self.by_key
+        assert kv.tree.block_of_hash == self.by_key
         assert self.news == []
         for block in self.prefix_of:
             assert kv.tree.num_children[block] == len(self.children(block))

@@ -67,8 +67,8 @@ def picture(cache, paths=()):
         cache.stats(),
         cache.kv_blocks.tree.version,
         cache.kv_blocks.references,
-        dict(cache.kv_blocks.tree.block_of_key),
-        dict(cache.slots.states.slot_of_block),
+        dict(cache.kv_blocks.tree.block_of_hash),
+        dict(cache.slots.cached_states.slot_of_block),
         dict(cache.slots.pins),
         eviction_order(cache.slots),
         [(list(path.blocks), path.num_registered, path.state_slot) for path in paths],
@@ -83,7 +83,7 @@ def test_a_sequence_computed_before_is_resumed_before_its_last_token():
     path = computed(cache, [1, 2, 3, 4], positions=[2, 4])
     match = cache.match(chain_of([1, 2, 3, 4]), 4)
     assert match.blocks == tuple(path.blocks)
-    assert (match.resume_tokens, match.resume_slot) == (2, cache.slots.states.slot_of(path.blocks[0]))
+    assert (match.resume_tokens, match.resume_slot) == (2, cache.slots.cached_states.slot_of(path.blocks[0]))
     assert cache.match(chain_of([1, 2, 3, 4, 5]), 5).resume_tokens == 4
     assert cache.resumable_tokens(chain_of([1, 2, 3, 4])) == 4
     cache.check_integrity([path])
@@ -139,7 +139,7 @@ def test_the_policy_learns_of_every_sequence_that_is_opened(limit, reachable, mo
     monkeypatch.setattr(cache.slots.policy, "add_request", lambda *arrival: arrivals.append(arrival) or 7)
     chain = chain_of([1, 2, 3, 4, 5, 6, 7])
     path = cache.open(chain, PLAN, table_row(), max_resume_tokens=limit)
-    assert (path.policy_ticket, arrivals) == (7, [(chain.keys, reachable, False)])
+    assert (path.policy_ticket, arrivals) == (7, [(chain.hashes, reachable, False)])
 
 
 def test_a_state_leaves_with_its_block():
@@ -155,7 +155,7 @@ def test_a_block_that_lost_its_state_goes_before_one_that_has_it():
     cache = PrefixCache(4, 4, SIZE, "lru")
     for tokens in ([1, 2], [3, 4]):
         cache.release(computed(cache, tokens, positions=[2]))
-    cache.slots.states.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
+    cache.slots.cached_states.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
     cache.slots.evict(1)  # of [3, 4], whose block was used last
     cache.kv_blocks.evict_lru_blocks(1)
     assert cache.match(chain_of([1, 2, 9]), 3).resume_tokens == 2
@@ -181,7 +181,10 @@ def test_pins_are_listed_in_order_and_given_back_without_the_handle():
         cache.pin(chain_of(tokens))
     first, second = cache.pins.held
     assert [pin.num_tokens for pin in cache.pins.held] == [4, 6]
-    assert (first.key, second.key) == (chain_of([1, 2, 3, 4]).keys[-1], chain_of([1, 2, 5, 6, 7, 8]).keys[-1])
+    assert (first.prefix_hash, second.prefix_hash) == (
+        chain_of([1, 2, 3, 4]).hashes[-1],
+        chain_of([1, 2, 5, 6, 7, 8]).hashes[-1],
+    )
     assert (len(cache.pins.held), cache.pins.num_blocks) == (2, 4)  # they share one
     shared = cache.match(chain_of([1, 2, 3, 4, 9]), 5).blocks
     assert set(shared) <= cache.pins.block_references.keys()
@@ -224,11 +227,11 @@ def test_what_others_hold_of_a_discarded_path_stays():
 
 def states_outlive_blocks(cache):
     """Blocks whose state can be found though they are free, or are registered no more."""
-    kv, states = cache.kv_blocks, cache.states
+    kv, states = cache.kv_blocks, cache.cached_states
     free = {
         block for block in range(kv.total_count) if not kv.tree.references[block] and block not in kv.tree
     }
-    return free & (set(states.block_of_key.values()) | set(states.slot_of_block))
+    return free & (set(states.block_of_hash.values()) | set(states.slot_of_block))
 
 
 def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
@@ -238,7 +241,7 @@ def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
     def fail(blocks, cause):
         raise MemoryError("no memory for the list of states")
 
-    monkeypatch.setattr(cache.states, "remove", fail)
+    monkeypatch.setattr(cache.cached_states, "remove", fail)
     for call in (
         lambda: cache.kv_blocks.evict_lru_blocks(2),
         lambda: cache.kv_blocks.allocate_memory_blocks(4),
@@ -459,7 +462,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         depths = [d for d in range(first + 1, reachable + 1) if blocks[d - 1] in self.states]
         assert match.resume_tokens == SIZE * max(depths, default=0)
         if depths:
-            assert match.resume_slot == self.cache.slots.states.slot_of(blocks[depths[-1] - 1]) >= 0
+            assert match.resume_slot == self.cache.slots.cached_states.slot_of(blocks[depths[-1] - 1]) >= 0
         else:
             assert match.resume_slot == -1
         assert len(blocks) * SIZE <= match.seen_tokens <= length
@@ -750,14 +753,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         cache.check_integrity(self.paths)
         assert self.departed == []
         assert cache.kv_blocks.references == +self.refs()
-        assert set(cache.kv_blocks.tree.block_of_key.values()) == self.prefix_of.keys()
-        assert [cache.slots.states.block_of(slot) for slot in eviction_order(cache.slots)] == self.states
-        slots = cache.slots.states.slot_of_block
-        assert {block for block, slot in slots.items() if slot in cache.states.used} == self.used
+        assert set(cache.kv_blocks.tree.block_of_hash.values()) == self.prefix_of.keys()
+        assert [
+            cache.slots.cached_states.block_of(slot) for slot in eviction_order(cache.slots)
+        ] == self.states
+        slots = cache.slots.cached_states.slot_of_block
+        assert {block for block, slot in slots.items() if slot in cache.cached_states.used} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
             assert sequence.path.caches == sequence.caches
-            held = cache.slots.states.slot_of(sequence.state_block)
+            held = cache.slots.cached_states.slot_of(sequence.state_block)
             assert sequence.path.state_slot == held
             if sequence.caches:
                 assert sequence.path.num_registered == sequence.num_registered

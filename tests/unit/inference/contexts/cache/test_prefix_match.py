@@ -75,22 +75,22 @@ def looked_up(cache, chain, num_tokens, held=(), limit=None):
     tree, slots = cache.kv_blocks.tree, cache.slots
     whole = num_tokens // SIZE
     blocks, parent = [], chain.root
-    for key, content in zip(chain.keys[:whole], chain.tokens[:whole], strict=True):
-        found = [b for b in tree.block_of_key.values() if tree.content_of(b) == (parent, content)]
-        assert found == ([tree.block_of_key[key]] if key in tree.block_of_key else [])
+    for key, content in zip(chain.hashes[:whole], chain.tokens[:whole], strict=True):
+        found = [b for b in tree.block_of_hash.values() if tree.content_of(b) == (parent, content)]
+        assert found == ([tree.block_of_hash[key]] if key in tree.block_of_hash else [])
         if not found:
             break
         blocks += found
         parent = found[0]
     assert blocks[: len(held)] == list(held)
-    gone = itertools.takewhile(lambda key: tree.ghosts.has(key, "block"), chain.keys[len(blocks) : whole])
+    gone = itertools.takewhile(lambda key: tree.ghosts.has(key, "block"), chain.hashes[len(blocks) : whole])
     seen = len(blocks) + len(list(gone))
     limited = limit is not None and limit < num_tokens - 1
     reachable = min(len(blocks), (limit if limited else num_tokens - 1) // SIZE)
     asked = limit // SIZE if limited else whole  # blocks whose states count
-    with_state = [d for d in range(1, reachable + 1) if slots.states.slot_of(blocks[d - 1]) >= 0]
+    with_state = [d for d in range(1, reachable + 1) if slots.cached_states.slot_of(blocks[d - 1]) >= 0]
     depth = max([d for d in with_state if d > len(held)], default=0)
-    slot = slots.states.slot_of(blocks[depth - 1]) if depth else -1
+    slot = slots.cached_states.slot_of(blocks[depth - 1]) if depth else -1
     reasons = []
 
     def is_gone(key):
@@ -98,11 +98,11 @@ def looked_up(cache, chain, num_tokens, held=(), limit=None):
 
     for token in range(depth * SIZE, num_tokens):
         inside = token // SIZE + 1
-        ghosts = [d for d in range(inside, reachable + 1) if is_gone(chain.keys[d - 1])]
+        ghosts = [d for d in range(inside, reachable + 1) if is_gone(chain.hashes[d - 1])]
         if limited and token >= asked * SIZE:
             reasons.append("disabled")
         elif ghosts:
-            capacity = tree.ghosts.has(chain.keys[ghosts[-1] - 1], "refused state")
+            capacity = tree.ghosts.has(chain.hashes[ghosts[-1] - 1], "refused state")
             reasons.append("capacity" if capacity else "state_evicted")
         elif inside <= reachable:
             reasons.append("state_not_taken" if seen >= asked else "branch_first_seen")
@@ -195,7 +195,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
         lambda cache, path: take_state(cache, path, 9),
         lambda cache, path: cache.slots.remove_unpinned(path.blocks[4]),
         lambda cache, path: cache.slots.evict(1),
-        lambda cache, path: cache.states.note_refused([path.chain.keys[6]]),
+        lambda cache, path: cache.cached_states.note_refused([path.chain.hashes[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(7)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(10)),
@@ -341,7 +341,7 @@ class RememberedMatches(RuleBasedStateMachine):
         path = opened(self.cache, tokens, salt)
         self.cache.register(path, tokens, len(tokens))
         block = data.draw(st.sampled_from(path.blocks))
-        if block not in self.cache.slots.states.slot_of_block and self.cache.slots.num_available:
+        if block not in self.cache.slots.cached_states.slot_of_block and self.cache.slots.num_available:
             self.cache.slots.commit_slots(self.cache.slots.reserve_slots([block]))
         self.cache.release(path)
 
@@ -364,7 +364,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def states_are_taken(self, data):
         path, slots = self.path(data), self.cache.slots
-        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.states.slot_of_block]
+        blocks = [b for b in path.blocks[: path.num_registered] if b not in slots.cached_states.slot_of_block]
         if blocks and slots.num_available:
             slots.commit_slots(slots.reserve_slots([data.draw(st.sampled_from(blocks))]))
 
@@ -372,11 +372,11 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_state_is_refused(self, data):
         path = self.path(data)
-        self.cache.states.note_refused([data.draw(st.sampled_from(path.chain.keys))])
+        self.cache.cached_states.note_refused([data.draw(st.sampled_from(path.chain.hashes))])
 
     @rule(data=st.data())
     def a_state_is_dropped(self, data):
-        blocks = list(self.cache.slots.states.slot_of_block)
+        blocks = list(self.cache.slots.cached_states.slot_of_block)
         if blocks:
             self.cache.slots.remove_unpinned(data.draw(st.sampled_from(blocks)))
 
@@ -434,7 +434,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def more_tokens_count(self, data):
         one = data.draw(st.sampled_from(self.remembered))
-        longest = len(one.chain.keys) * SIZE + 1
+        longest = len(one.chain.hashes) * SIZE + 1
         one.num_tokens = data.draw(st.integers(one.num_tokens, longest))
 
     def matched(self, one, known=None):

@@ -23,7 +23,7 @@ def matches(draw):
         st.dictionaries(st.integers(1, whole + 1), st.sampled_from(["state", "refused state", "block"]))
     )
     return {
-        "keys": list(range(1, whole + 1)),
+        "hashes": list(range(1, whole + 1)),
         "num_resumed": draw(st.integers(0, num_reachable)),
         "num_reachable": num_reachable,
         "num_matched": num_matched,
@@ -44,12 +44,12 @@ def spans_of(match):
 def reason_of(token, match):
     """The reason for one token, by looking at everything."""
     depth = token // match["block_size_tokens"] + 1  # blocks up to and with the token's
-    keys, reachable = match["keys"], match["num_reachable"]
+    hashes, reachable = match["hashes"], match["num_reachable"]
     facts = {"state": "state_evicted", "refused state": "capacity"}
-    lost = [fact for d in range(depth, reachable + 1) if (fact := match["ghosts"].get(keys[d - 1])) in facts]
+    lost = [fact for d in range(depth, reachable + 1) if (fact := match["ghosts"].get(hashes[d - 1])) in facts]
     if lost:
         return facts[lost[-1]]
-    follows_to_the_end = match["num_seen"] == len(keys)
+    follows_to_the_end = match["num_seen"] == len(hashes)
     if depth <= reachable:
         return "state_not_taken" if follows_to_the_end else "branch_first_seen"
     if depth <= match["num_matched"]:

@@ -66,15 +66,15 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         As many states of the next requests are kept as there are other slots for the row.
         """
         block = self.order[which % len(self.order)] if resumes and self.order else -1
-        slot = self.slots.states.slot_of(block)
+        slot = self.slots.cached_states.slot_of(block)
         assert self.slots.num_available >= self.per_row
         unpinned = [block for block in self.order if block not in self.pinned]
         spared = [unpinned[i % len(unpinned)] for i in next_ones if unpinned]
         kept = list(dict.fromkeys(spared))[: self.num_available - self.per_row]
         has_no_other = self.num_available - len(kept) == self.per_row
         takes_over = block >= 0 and block not in (*self.pinned, *kept) and has_no_other
-        used = self.slots.states.turnover.by_cause["live_state"]
-        spared_slots = [-1, *map(self.slots.states.slot_of, spared), *(pin for pin in self.slots.pins)]
+        used = self.slots.cached_states.turnover.by_cause["live_state"]
+        spared_slots = [-1, *map(self.slots.cached_states.slot_of, spared), *(pin for pin in self.slots.pins)]
         live = tuple(self.slots.allocate_live(self.per_row, slot, spared_slots))
         assert len(set(live)) == self.per_row
         assert (slot in live) == takes_over
@@ -86,7 +86,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         else:
             self.evict(self.per_row, [block, *kept])
         self.rows.append(live)
-        assert self.slots.states.turnover.by_cause["live_state"] - used == before - len(self.order)
+        assert self.slots.cached_states.turnover.by_cause["live_state"] - used == before - len(self.order)
 
     @precondition(lambda self: self.rows)
     @rule(which=st.integers(0, 100))
@@ -98,9 +98,9 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100), what=st.sampled_from(["pin", "use", "drop"]))
     def handle(self, which: int, what: str) -> None:
         block = self.order[which % len(self.order)]
-        slot = self.slots.states.slot_of(block)
+        slot = self.slots.cached_states.slot_of(block)
         if what == "use":
-            self.slots.states.note_use(slot)
+            self.slots.cached_states.note_use(slot)
             self.order.remove(block)
             self.order.append(block)
         elif what == "drop":
@@ -115,7 +115,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def unpin(self, which: int) -> None:
         block = self.pinned.pop(which % len(self.pinned))
-        slot = self.slots.states.slot_of(block)
+        slot = self.slots.cached_states.slot_of(block)
         for _ in range(self.slots.pins[slot]):
             self.slots.unpin(slot)
 
@@ -131,7 +131,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         if not hasattr(self, "slots"):
             return
         self.slots.check_integrity()
-        assert [self.slots.states.block_of(slot) for slot in eviction_order(self.slots)] == self.order
+        assert [self.slots.cached_states.block_of(slot) for slot in eviction_order(self.slots)] == self.order
         assert self.slots.live == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
 
@@ -188,7 +188,7 @@ def test_slots_are_given_to_the_worthiest_and_free_ones_are_left_for_guesses(
         chosen.append(candidate)
     assert Reservations(slots).plan(planned(*certain)) == chosen
     assert len(slots.free_slots) == len(chosen) + free
-    assert len(slots.states.slot_of_block) == evictable
+    assert len(slots.cached_states.slot_of_block) == evictable
 
 
 def test_a_policy_removes_from_its_plans_what_was_not_stored_alone() -> None:
@@ -199,7 +199,7 @@ def test_a_policy_removes_from_its_plans_what_was_not_stored_alone() -> None:
             removed.append(key)
 
     slots = StateSlots(2, Policy, host_tree())
-    key, reservations = slots.tree.key_of(0), Reservations(slots)
+    key, reservations = slots.tree.hash_of(0), Reservations(slots)
     for number in (0, 1):  # the second state has a twin by the time it is written
         assert reservations.plan(planned(key)) == [key]
         reservations.commit(*reservations.reserve_planned([0], [key]), 0)

@@ -101,10 +101,10 @@ class BooksMachine(RuleBasedStateMachine):
         self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
         self.registered: set[int] = set()
         self.share = share
-        self.slots = StateSlots(slots, "lru", HashedTree(10, self.key_of), tier=self.tier)
+        self.slots = StateSlots(slots, "lru", HashedTree(10, self.hash_of), tier=self.tier)
         self.ever: set[int] = set()  # keys whose states were taken since they were registered
 
-    def key_of(self, block: int) -> int:
+    def hash_of(self, block: int) -> int:
         return block + 100 if block in self.registered else -1
 
     @staticmethod
@@ -114,7 +114,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def take(self, block: int) -> None:
         self.registered.add(block)
-        if block not in self.slots.states.slot_of_block:
+        if block not in self.slots.cached_states.slot_of_block:
             (slot,) = self.slots.reserve_slots([block])
             self.memory[slot] = 255  # a reader of what was here must have read it
             self.memory[slot] = self.content(block)
@@ -124,10 +124,10 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def fetch(self, block: int) -> None:
         if block in self.registered:
-            there = block in self.slots.states.slot_of_block
+            there = block in self.slots.cached_states.slot_of_block
             came = self.slots.fetch_state([block], [block + 100], 0, 1)
             assert not (came and there)
-            assert not came or self.share or block in self.slots.states.slot_of_block
+            assert not came or self.share or block in self.slots.cached_states.slot_of_block
             assert came or self.share or there or block + 100 not in self.tier
 
     @rule(block=st.integers(0, 9))
@@ -145,8 +145,8 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 9))
     def use(self, block: int) -> None:
-        if block in self.slots.states.slot_of_block:
-            self.slots.states.note_use(self.slots.states.slot_of(block))
+        if block in self.slots.cached_states.slot_of_block:
+            self.slots.cached_states.note_use(self.slots.cached_states.slot_of(block))
 
     @invariant()
     def every_state_is_its_own(self) -> None:
@@ -155,7 +155,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.slots.check_integrity()
         self.tier.check_integrity(lambda key: key - 100 in self.registered)
         for block in range(10):
-            slot = self.slots.states.slot_of(block)
+            slot = self.slots.cached_states.slot_of(block)
             if slot >= 0:
                 assert torch.equal(self.memory[slot], self.content(block))
             if slot >= 0 or block + 100 in self.tier:
@@ -202,10 +202,10 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
         slots.commit_slots(slots.reserve_slots([block]))
     copies.memory ^= 1
     assert slots.fetch_state([4, 5], [104, 105], 1, 1)
-    assert not slots.states.slot_of_block
+    assert not slots.cached_states.slot_of_block
     assert list(tier.host.entries) == [104]
     assert slots.fetch_state([4], [104], 0, 1)
-    assert 4 in slots.states.slot_of_block
+    assert 4 in slots.cached_states.slot_of_block
 
 
 def test_a_tier_without_tensors_finds_every_copy() -> None:
@@ -214,7 +214,7 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     for block in (1, 2):
         slots.commit_slots(slots.reserve_slots([block]))
     assert slots.fetch_state([1], [101], 3, 4)  # a request has computed 3 tokens of this block
-    assert 1 in slots.states.slot_of_block
+    assert 1 in slots.cached_states.slot_of_block
     assert tier.stats().num_states_fetched == 1
 
 

@@ -15,7 +15,7 @@ def anything(slot):
 def stored(policy, slot, keys, visit, kind="tail"):
     policy.insert_planned(keys, len(keys), kind, visit)
     policy.insert([slot])
-    policy.set_keys([slot], [keys[-1]], lambda i: keys)
+    policy.set_hashes([slot], [keys[-1]], lambda i: keys)
 
 
 def one_request(policy, slot, keys, kind="tail"):
@@ -104,8 +104,8 @@ def test_a_newcomer_worth_less_than_all_states_is_the_least():
     policy.insert_planned([90, 91], 1, "tail", visit)
     assert policy.least_valuable(anything, [90]) == (-1, 90)
     policy.remove_planned(90)
-    assert policy.least_valuable(anything, [90]) == (0, -1)
-    assert policy.least_valuable(lambda slot: False) == (-1, -1)
+    assert policy.least_valuable(anything, [90]) == (0, 0)
+    assert policy.least_valuable(lambda slot: False) == (-1, 0)
 
 
 def test_a_host_that_notifies_of_nothing_gets_the_order_of_use():
@@ -114,7 +114,7 @@ def test_a_host_that_notifies_of_nothing_gets_the_order_of_use():
         policy.insert([slot])
     assert policy.victims(2, anything) == [0, 1]
     for slot in range(4):
-        policy.set_keys([slot], [70 + slot], lambda i, slot=slot: [70 + slot])
+        policy.set_hashes([slot], [70 + slot], lambda i, slot=slot: [70 + slot])
     policy.use(0)
     assert policy.victims(3, anything) == [1, 2, 3]
 
@@ -214,7 +214,7 @@ class ValueMachine(RuleBasedStateMachine):
             del self.held[slot]
         slot = min(set(range(self.SLOTS)) - self.held.keys())
         self.policy.insert([slot])
-        self.policy.set_keys([slot], [key], lambda i: keys[:depth])
+        self.policy.set_hashes([slot], [key], lambda i: keys[:depth])
         self.held[slot] = key
 
     @rule(parts=keys)
@@ -223,7 +223,7 @@ class ValueMachine(RuleBasedStateMachine):
         free = set(range(self.SLOTS)) - self.held.keys()
         if free and keys[-1] not in self.held.values():
             self.policy.insert([min(free)])
-            self.policy.set_keys([min(free)], [keys[-1]], lambda i: keys)
+            self.policy.set_hashes([min(free)], [keys[-1]], lambda i: keys)
             self.held[min(free)] = keys[-1]
 
     @precondition(lambda self: self.is_running)
@@ -254,7 +254,7 @@ class ValueMachine(RuleBasedStateMachine):
     def order_is_that_of_values_computed_anew(self):
         self.policy.check_integrity(self.held.keys())
         by_slot = {node.slot: node for node in self.policy._slots.values()}
-        assert {slot: node.key for slot, node in by_slot.items()} == self.held
+        assert {slot: node.prefix_hash for slot, node in by_slot.items()} == self.held
         expected = sorted(by_slot, key=lambda s: (brute_value(self.policy, by_slot[s]), by_slot[s].serial))
         assert self.policy.victims(self.SLOTS, anything) == expected
 
@@ -268,6 +268,6 @@ def test_long_prefixes_that_are_gone_take_bounded_memory():
     for number in range(100):
         one_request(policy, 0, list(range(1 + 1000 * number, 501 + 1000 * number)))
         policy.remove([0])
-        assert policy._tree.num_edge_keys <= 32 * 64 + 500
+        assert policy._tree.num_edge_hashes <= 32 * 64 + 500
         policy.check_integrity([])
     assert len(policy._tree.ghosts) == 4
