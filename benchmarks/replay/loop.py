@@ -242,4 +242,4 @@ class RequestLoop:
 
     def _finish(self, request: RunningRequest) -> None:
         self._num_ended += 1
-        self._arrivals.note_end(request.index, self._now_ns)
+        self._arrivals.schedule_next(request.index, self._now_ns)

@@ -325,11 +325,11 @@ class Replica:
     def arrival_ns(self, index: int) -> int:
         return self._arrival_ns[index]
 
-    def note_end(self, index: int, now_ns: int) -> None:
+    def schedule_next(self, index: int, now_ns: int) -> None:
         del self._arrival_ns[index]
         self._num_ended += 1
         self._num_ended_tokens += self._num_tokens(index)
-        self._outside.note_end(index, now_ns)
+        self._outside.schedule_next(index, now_ns)
 
     def _num_tokens(self, number: int) -> int:
         request = self._trace.requests[number]
@@ -464,11 +464,11 @@ class RoutedReplay:
             if events is not None:
                 self.channel.send(events, replica.engine.now_ns)
 
-    def note_end(self, number: int, now_ns: int) -> None:
+    def schedule_next(self, number: int, now_ns: int) -> None:
         """The session's next request may come."""
         self._num_ended += 1
         self._last_end_ns = max(self._last_end_ns, now_ns)
-        self._arrivals.note_end(number, now_ns)
+        self._arrivals.schedule_next(number, now_ns)
 
     def _route(self, number: int, now_ns: int) -> None:
         entry = self._trace.requests[number]

@@ -28,7 +28,7 @@ class Router(Protocol):
         """
         ...
 
-    def note_routed(self, request: RouteRequest, replica: str) -> None:
+    def record_routed(self, request: RouteRequest, replica: str) -> None:
         """Note that a request went to another replica than the first that `choose` named."""
         ...
 
@@ -57,7 +57,7 @@ class BlindRouter:
         """`seed`: of all that is drawn."""
         self._draws = random.Random(integer("seed", seed))
 
-    def note_routed(self, request: RouteRequest, replica: str) -> None:
+    def record_routed(self, request: RouteRequest, replica: str) -> None:
         """Does nothing."""
 
     def apply(self, events: StateEvents) -> bool:
@@ -156,11 +156,11 @@ class PrefixRouter:
         candidates = self._candidates(request, loads)
         # Sorting keeps the order of equals.
         order = sorted(loads, key=lambda load: (load not in candidates, load.num_requests))
-        self.note_routed(request, order[0].replica)
+        self.record_routed(request, order[0].replica)
         return [load.replica for load in order]
 
-    def note_routed(self, request: RouteRequest, replica: str) -> None:
-        """See `Router.note_routed`."""
+    def record_routed(self, request: RouteRequest, replica: str) -> None:
+        """See `Router.record_routed`."""
         sent = self._sent.setdefault(replica, OrderedDict())
         for key in reversed(request.keys):  # the deepest block is forgotten first
             sent[key] = None

@@ -97,8 +97,8 @@ class Ingress:
                 lacks_states = self._known.lacks_states(name)
                 question = IngressQuestion(self._engine.name, lacks_states, self._engine.numbers)
             status = await answer_of(replica, "status", question)
-            self._known.note_answer(name, status.events)
+            self._known.record_answer(name, status.events)
         except ActorDiedError:
             self._known.remove(name)
         except (RayError, RayServeException):
-            self._known.note_lost_answer(name)
+            self._known.mark_incomplete(name)

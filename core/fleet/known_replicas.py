@@ -65,7 +65,7 @@ class KnownReplicas:
         """Whether a replica should say all that it holds."""
         return replica not in self._complete
 
-    def note_answer(self, replica: str, events: StateEvents | None = None) -> None:
+    def record_answer(self, replica: str, events: StateEvents | None = None) -> None:
         """A replica has answered; `events` are the changes of its states since its answer before."""
         with self._lock:
             if replica not in self._answered_s:
@@ -75,7 +75,7 @@ class KnownReplicas:
                 is_complete = self._router.apply(events)
                 (self._complete.add if is_complete else self._complete.discard)(replica)
 
-    def note_lost_answer(self, replica: str) -> None:
+    def mark_incomplete(self, replica: str) -> None:
         """An answer, which may have had changes of states, is not read."""
         self._complete.discard(replica)
 
@@ -129,14 +129,14 @@ class KnownReplicas:
                 route.replica = best[0]
             return route.order
 
-    def note_sent(self, request: EngineRequest, replica: str) -> None:
+    def record_sent(self, request: EngineRequest, replica: str) -> None:
         """Ray sends a request to this replica, and waits until the replica has confirmed it."""
         with self._lock:
             route = self._routes.get(request.request_id, _Route())
             route.is_sent = True
             if route.replica != replica:
                 route.replica = replica
-                self._router.note_routed(request.route, replica)
+                self._router.record_routed(request.route, replica)
 
     def replica_of(self, request_id: str) -> str:
         """Where a request was sent; "" before that."""

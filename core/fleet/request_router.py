@@ -46,7 +46,7 @@ class FleetRequestRouter(LocalityMixin, MultiplexMixin, RequestRouter):  # type:
         replica: RunningReplica = await super()._choose_replica_for_request(pending_request, **options)
         request = _request_of(pending_request)
         if request is not None:
-            self._known.note_sent(request, replica.replica_id.unique_id)
+            self._known.record_sent(request, replica.replica_id.unique_id)
         return replica
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

@@ -23,7 +23,7 @@ def stats(context: Any) -> HostStats:
     if not isinstance(slots, HostSlotAllocator | None):
         raise ValueError("context is on megatron-core's own allocator; accepted: one built after install()")
     if slots is not None:
-        slots.note_counts()
+        slots.save_counts()
     return HostStats.of(record_of(context))
 
 

@@ -135,7 +135,7 @@ class AnswerStates:
 
 
 def _append(context: Any, tokens: Tensor) -> None:
-    """Note that the requests that run have sampled `tokens`, one each."""
+    """Append the `tokens` that the running requests have sampled, one each."""
     tracks = record_of(context).tracks  # empty where no states are cached
     if not tracks or not len(tokens):
         return
@@ -158,7 +158,7 @@ def update_requests(
     new_tokens: Tensor,
     new_speculative_tokens: Tensor | None = None,
 ) -> Any:
-    """Also note what each request has sampled, before rows are released and moved."""
+    """Also record what each request has sampled, before rows are released and moved."""
     _append(self, new_tokens)
     return original(self, active_requests_mask, new_tokens, new_speculative_tokens)
 
@@ -167,7 +167,7 @@ def update_requests(
 def commit_sampled_tokens(
     original: Callable[..., None], self: Any, sampled_tokens_cpu: Tensor, *drafts: Any, **named: Any
 ) -> None:
-    """Also note what each request has sampled; with async scheduling the next step runs already."""
+    """Also record what each request has sampled; with async scheduling the next step runs already."""
     original(self, sampled_tokens_cpu, *drafts, **named)
     _append(self, sampled_tokens_cpu)
 

@@ -128,7 +128,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             missing = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
             raise RuntimeError(f"blocks {missing} were to be restored, and have no state")
         for slot in slots:
-            self.slots.cached_states.note_use(slot)
+            self.slots.cached_states.record_use(slot)
         live = [live for _, live in pending]
         self._host_states.restore(slots, live)
         self.unpin_restores()
@@ -197,9 +197,9 @@ class HostSlotAllocator(MambaSlotAllocator):
         try:
             super().commit_intermediate_states()
         finally:
-            self.note_counts()
+            self.save_counts()
 
-    def note_counts(self) -> None:
+    def save_counts(self) -> None:
         """Let the context's record have the counts of now; it outlives the context."""
         self._record.slots = self.slots.counts
         self._record.dropped = self.num_dropped
@@ -214,7 +214,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
         self.slots.remove_rolling_states(tracks, len(crossed) + len(blocks))
         room = max(0, self.slots.num_available - len(blocks))  # the states of prompts come first
-        self.slots.cached_states.note_refused([tree.hash_of(block) for block, _ in crossed[room:]])
+        self.slots.cached_states.remember_refused([tree.hash_of(block) for block, _ in crossed[room:]])
         del crossed[room:]
         slots = self.slots.reserve_slots([block for block, _ in crossed])
         try:
@@ -251,7 +251,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def retire(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
-        self.note_counts()
+        self.save_counts()
         self._host_states.scratch = self._host_states.zeros(0)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere

@@ -174,7 +174,7 @@ class Series:
         self._counts = self._at_start = _counts(stats, 0)
         self._most_running = self._most_waiting = 0
 
-    def note(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
+    def record(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
         """Record the newest figures."""
         if now_s >= self._ends_s:
             self._end_intervals(now_s)
@@ -251,7 +251,7 @@ class RequestRecord:
     generated_tokens: int = 0
     finish_reason: str | None = None
 
-    def note_step(self, scheduled: ScheduledRequest) -> None:
+    def add_spans(self, scheduled: ScheduledRequest) -> None:
         counted = self.spans[-1][1] if self.spans else 0
         for span in scheduled.spans:
             start = max(span.start, scheduled.start, counted)
@@ -264,7 +264,7 @@ class RequestRecord:
             else:
                 self.spans.append([start, stop, span.reason])
 
-    def note_ledger(self, tenant: TenantFigures) -> None:
+    def update_counts(self, tenant: TenantFigures) -> None:
         """Read the request's counts, and add to its tenant's by how much they have grown."""
         ledger = self.request.ledger
         tenant.num_resumed_tokens += ledger.resumed - self.resumed_tokens
@@ -272,7 +272,7 @@ class RequestRecord:
         self.resumed_tokens, self.prompt_tokens_done = ledger.resumed, ledger.num_prompt_tokens
         self.recomputed_tokens = ledger.recomputed
 
-    def note_end(self, result: RequestResult) -> None:
+    def record_end(self, result: RequestResult) -> None:
         self.finish_reason = result.finish_reason
         self.generated_tokens = len(result.tokens)
         self.ttft_s = result.ttft_s

@@ -128,12 +128,12 @@ class Monitor:
                     if record.queued_s is None:
                         record.queued_s = max(0.0, now - duration_s - scheduled.request.arrival_s)
                         self._counts.queue.add(record.queued_s)
-                    record.note_step(scheduled)
-                    record.note_ledger(self._tenants.figures_of(record.tenant))
+                    record.add_spans(scheduled)
+                    record.update_counts(self._tenants.figures_of(record.tenant))
             for request_id, new in tokens.items():
                 known = self._running.get(request_id)
                 if known is not None:
-                    self._note_tokens(known, len(new), now)
+                    self._count_tokens(known, len(new), now)
             self._look(now)
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
@@ -141,8 +141,8 @@ class Monitor:
         with self._lock:
             trace, record = self._trace, self._running.get(request.request_id)
             if record is not None:
-                record.note_ledger(self._tenants.figures_of(record.tenant))
-                record.note_end(result)
+                record.update_counts(self._tenants.figures_of(record.tenant))
+                record.record_end(result)
                 ended = record.as_json()
                 self._ended.appendleft(ended)
                 self._counts.num_ended[result.finish_reason] += 1
@@ -171,7 +171,7 @@ class Monitor:
             self._counts.num_added += 1
         return record
 
-    def _note_tokens(self, record: RequestRecord, number: int, now: float) -> None:
+    def _count_tokens(self, record: RequestRecord, number: int, now: float) -> None:
         self._counts.num_generated += number
         if not record.generated_tokens:
             record.first_token_s = now
@@ -189,7 +189,7 @@ class Monitor:
             return
         self._next_look_s = now + _LOOK_EVERY_S
         stats = self._stats()
-        self._series.note(now, stats, self._counts.num_generated)
+        self._series.record(now, stats, self._counts.num_generated)
         if now - self._judged_s >= _JUDGE_EVERY_S:
             self._judged_s = now
             self._misses.look(stats)
@@ -217,7 +217,7 @@ class Monitor:
         with self._lock:
             now = self._clock()
             figures = self._figures()
-            self._series.note(now, figures.stats, figures.num_generated)
+            self._series.record(now, figures.stats, figures.num_generated)
             slots, blocks = figures.slots_by_use, figures.kv_blocks_by_use
             spec, block_size = self.engine.context.spec, self.engine.config.block_size_tokens
             snapshot = {

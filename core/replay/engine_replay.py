@@ -84,7 +84,7 @@ class Arrivals:
         """When an unfinished request arrived."""
         return self._arrival_ns[index]
 
-    def note_end(self, index: int, now_ns: int) -> None:
+    def schedule_next(self, index: int, now_ns: int) -> None:
         """Schedule the session's next request: the answer of `index` has ended."""
         arrival_ns = self._arrival_ns.pop(index)
         if index in self._following:
@@ -214,7 +214,7 @@ class EngineReplay:
 
     def _end(self, number: int) -> None:
         self._num_ended += 1
-        self.arrivals.note_end(number, self.now_ns)
+        self.arrivals.schedule_next(number, self.now_ns)
 
     # ---- steps
 

@@ -168,7 +168,7 @@ def test_a_policy_of_ones_own_chooses_the_victims() -> None:
     with mambaslots.mcore.installed(eviction=Newest) as installation:
         slots = make_context(slots=2).mamba_slot_allocator
         first, _ = slots.allocate_slots_batch([3, 4])
-        slots.note_use(first)
+        slots.record_use(first)
         slots.allocate_slots_batch([5])
         assert (slots.has_state(3), slots.has_state(4)) == (False, True)
         assert installation.as_dict()["eviction"] == "Newest"
@@ -180,7 +180,7 @@ def test_the_hosts_policy_is_followed_and_ref_zero_frees_states_with_their_block
     with mambaslots.mcore.installed():
         slots = make_context(slots=2, policy=policy).mamba_slot_allocator
         first, _ = slots.allocate_slots_batch([3, 4])
-        slots.note_use(first)
+        slots.record_use(first)
         slots.allocate_slots_batch([5])
         assert (slots.has_state(3), slots.has_state(4)) == (True, False)
 

@@ -95,7 +95,7 @@ def another_free_slot(engine: Engine) -> None:
 
 def another_victim(engine: Engine) -> None:
     slots = engine.context.prefix_cache.slots
-    slots.cached_states.note_use(min(slots.cached_states.slot_of_block.values()))
+    slots.cached_states.record_use(min(slots.cached_states.slot_of_block.values()))
     serve(engine, range(10, 18))
 
 

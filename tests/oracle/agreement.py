@@ -192,7 +192,7 @@ class Agreement:
 
     def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         """Note what the step computed and stored."""
-        self._note_tokens()  # of steps with drafts; other steps are sampled later
+        self._count_tokens()  # of steps with drafts; other steps are sampled later
         for scheduled in batch:
             self._note(f"request {scheduled.request.request_id} is computed up to {scheduled.stop}")
         self._note_slots()
@@ -200,7 +200,7 @@ class Agreement:
     def _blocks_deregistered(self, blocks: list[int], hashes: set[int]) -> None:
         if self._closed:
             return
-        self._note_tokens()
+        self._count_tokens()
         for block in blocks:
             self._note(f"KV block {block} deregistered")
 
@@ -210,11 +210,11 @@ class Agreement:
         self._digest.update(b"\0")
 
     def _note_changes(self) -> None:
-        self._note_tokens()
+        self._count_tokens()
         self._note_slots()
         self._note_departures()
 
-    def _note_tokens(self) -> None:
+    def _count_tokens(self) -> None:
         """Note the tokens that requests got since the last call."""
         for tracked in self._tracked.values():
             request = tracked.request

@@ -50,9 +50,9 @@ class Admission:
         self._one_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
-        self._scrubber.inputs.note(self._free_rows)
+        self._scrubber.inputs.add(self._free_rows)
         if not self._one_pool:
-            self._scrubber.live.note(self.idle_slots())
+            self._scrubber.live.add(self.idle_slots())
 
     # ---- rows
 
@@ -105,12 +105,12 @@ class Admission:
         if self._one_pool:
             self._cache.slots.free_live(allocation.live_slots)
         else:
-            self._scrubber.live.note(allocation.live_slots)
+            self._scrubber.live.add(allocation.live_slots)
         if allocation.pages:
             self.page_table.release(allocation)
         del self._requests[allocation.row]
         if self._scrubber.inputs.zeroes:
-            self._scrubber.inputs.note([allocation.row])
+            self._scrubber.inputs.add([allocation.row])
         self._free_rows.append(allocation.row)
         return allocation
 
@@ -185,7 +185,7 @@ class Admission:
             if not may_fetch or self._cache.tier is None:
                 break
             blocks = match.blocks[: request.max_resume_tokens // self._block_size]
-            if not self._cache.fetch_state(request.chain, blocks, start):
+            if not self._cache.slots.fetch_state(blocks, request.chain.hashes, start, self._block_size):
                 break
         resumes, admits = match.resume_tokens > num_computed, allocation is None
         if allocation is None:

@@ -127,7 +127,7 @@ class DynamicInferenceContext:
             return
         for scheduled in self.uncommitted:
             if scheduled.request is request:
-                self.prefix_cache.release_reserved(scheduled)
+                self.prefix_cache.reservations.release(scheduled.destinations.values())
         self.uncommitted = [scheduled for scheduled in self.uncommitted if scheduled.request is not request]
         allocation = self.admission.release(request)
         if discard:
@@ -211,11 +211,11 @@ class DynamicInferenceContext:
         self.uncommitted = [scheduled for scheduled in self.uncommitted if id(scheduled) not in launched]
         for scheduled in ready:
             if scheduled.request.request_id in invalid:
-                self.prefix_cache.release_reserved(scheduled)
+                self.prefix_cache.reservations.release(scheduled.destinations.values())
                 continue
             self._commit(scheduled)
             if scheduled.is_ahead:
-                self.prefix_cache.note_refused(scheduled)
+                self.prefix_cache.reservations.remember_refused(scheduled)
 
     def _commit(self, scheduled: ScheduledRequest) -> dict[int, int]:
         self.prefix_cache.register(scheduled.allocation.path, scheduled.request.tokens, scheduled.stop)
@@ -230,7 +230,7 @@ class DynamicInferenceContext:
             and not is_valid(scheduled.request.request_id)
         ]
         for scheduled in invalid:
-            self.prefix_cache.release_reserved(scheduled)
+            self.prefix_cache.reservations.release(scheduled.destinations.values())
         rows = {scheduled.allocation.row for scheduled in invalid}
         self.batch = tuple(scheduled for scheduled in self.batch if scheduled.allocation.row not in rows)
 
@@ -240,7 +240,7 @@ class DynamicInferenceContext:
             scheduled.accepted(num_accepted(scheduled.request.request_id)) if scheduled.drafts else scheduled
             for scheduled in self.batch
         ]
-        late = self.prefix_cache.after_verification(self.batch, accepted)
+        late = self.prefix_cache.reservations.settle_drafts(self.batch, accepted)
         added = {scheduled.allocation.row: scheduled.destinations for scheduled in late}
         self.batch = tuple(
             replace(scheduled, destinations=scheduled.destinations | added[scheduled.allocation.row])

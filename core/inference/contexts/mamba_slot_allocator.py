@@ -217,9 +217,9 @@ class MambaSlotAllocator:
             raise ValueError(f"slot is {slot}; accepted: a pinned slot")
         self.slots.unpin(slot)
 
-    def note_use(self, slot: int) -> None:
-        """See `CachedStates.note_use`."""
-        self.slots.cached_states.note_use(self._checked_committed(slot))
+    def record_use(self, slot: int) -> None:
+        """See `CachedStates.record_use`."""
+        self.slots.cached_states.record_use(self._checked_committed(slot))
 
     # ---- slots that enter the maps at once, and invalidation
 
@@ -308,7 +308,7 @@ class MambaSlotAllocator:
         if slot < 0:
             return False
         live_slot = self._host_states.live_slot(request_idx)
-        self.slots.cached_states.note_use(slot)
+        self.slots.cached_states.record_use(slot)
         self._host_states.restore([slot], [live_slot])
         return True
 
@@ -396,7 +396,7 @@ class MambaSlotAllocator:
         ranks = self._planned.ranks()
         by_worth = sorted(range(len(blocks)), key=lambda i: ranks.get(blocks[i], 0))
         count = min(len(blocks), self.slots.num_available) if blocks else 0
-        self.slots.cached_states.note_refused([written.hashes[i] for i in by_worth[count:]])
+        self.slots.cached_states.remember_refused([written.hashes[i] for i in by_worth[count:]])
         self.num_dropped += len(blocks) - count
         if not count:
             return

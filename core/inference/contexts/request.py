@@ -283,7 +283,7 @@ class DynamicInferenceRequest:
         return tokens
 
     def set_prompt_log_probs(self, positions: range, log_probs: Sequence[float]) -> None:
-        """Note the log-probs of these of the `scored_positions`; those before them are known."""
+        """Store the log-probs of these of the `scored_positions`; those before them are known."""
         first = positions.start - self.scored_positions.start
         self.prompt_log_probs[first : first + len(positions)] = log_probs
 

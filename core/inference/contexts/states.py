@@ -203,7 +203,7 @@ class RequestStates:
             self._cache.unpin_state(scheduled.allocation.path)
 
     def advance(self, scheduled: ScheduledRequest, committed: Mapping[int, int]) -> None:
-        """Note where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
+        """Set where a launched step wrote its request's state; `committed`: boundary -> its slot, or -1."""
         allocation, position = scheduled.allocation, self._last_grid_point(scheduled.stop)
         allocation.num_computed = scheduled.stop
         if position <= scheduled.start:
@@ -287,7 +287,7 @@ class EncodedStates(RequestStates):
             for position in scheduled.destinations
             if position < scheduled.stop - len(scheduled.drafts)
         }
-        self._scratch.note(self._staged.values())
+        self._scratch.add(self._staged.values())
         allocations = [scheduled.allocation for scheduled in batch]
         self._to_live([resumed for resumed in allocations if resumed.path.state_slot >= 0])
         super().gather(batch, idle_slots)

@@ -272,7 +272,7 @@ class EngineCore:
         request.result = result = request.result_for(reason)
         if not request.owned:
             self.unclaimed[request.request_id] = result
-        self._note_end(request, result)  # first: a repair restores what is still in `requests`
+        self._queue_end(request, result)  # first: a repair restores what is still in `requests`
         del self.requests[request.request_id]
         if request.sampling.has_penalties:
             self.step_runner.logits_changes.release_row(request)
@@ -281,7 +281,7 @@ class EngineCore:
             self.step_runner.unread = None  # an idle engine keeps nothing of the requests that it has served
         return result
 
-    def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
+    def _queue_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Queue an end for the observers, who receive it unless it is undone before."""
         if self.observers.known:
             self.observers.ended.append((request, result))
@@ -371,7 +371,7 @@ class EngineCore:
     def _reset(self) -> None:
         for request in self.requests.values():
             request.result = result = request.result_for("reset")
-            self._note_end(request, result)
+            self._queue_end(request, result)
         for collection in (self.requests, self.unclaimed, self.reports, self.to_cancel):
             collection.clear()
         self.step_runner.clear()

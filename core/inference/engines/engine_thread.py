@@ -177,11 +177,11 @@ class EngineThread(Thread):
             report = engine.step(claims_results=False)  # of requests that calls have added
         except KVBlockCapacityError as error:
             if error.request_id is None:
-                self._note_failure(error)
+                self._count_failure(error)
             else:
                 self._end_request(error.request_id, error)
         except Exception as error:
-            self._note_failure(error)
+            self._count_failure(error)
         else:
             self._num_step_failures = 0
             self._collect(report.tokens)
@@ -246,7 +246,7 @@ class EngineThread(Thread):
         answer.end(None if error is not None else stream.result, error)
         self._announce(answer)
 
-    def _note_failure(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception) -> None:
         """Count a failed step. All requests end with the error where too many steps have failed in a row."""
         self._num_step_failures += 1
         number, limit = self._num_step_failures, self._max_step_failures
@@ -269,11 +269,11 @@ class EngineThread(Thread):
             for request_id in list(self._streams):
                 self._end_request(request_id, None if self.failure is None else _dead(self.failure))
         finally:
-            self._posted.append(self._note_end)
+            self._posted.append(self._refuse_calls)
             with suppress(RuntimeError):  # of a closed loop
                 self._wake_loop()
 
-    def _note_end(self) -> None:
+    def _refuse_calls(self) -> None:
         """In the loop: refuse the calls that were not made."""
         if not self.ended.done():
             self.ended.set_result(None)

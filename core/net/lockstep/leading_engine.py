@@ -167,7 +167,7 @@ class LeadingEngine(DynamicInferenceEngine):
             self._calling = threading.get_ident()
             value = make()
         except BaseException as error:
-            followers.note_own(Outcome.of(error))
+            followers.record_own(Outcome.of(error))
             if isinstance(error, _CAPACITY):
                 raise
             self._break(error)
@@ -178,7 +178,7 @@ class LeadingEngine(DynamicInferenceEngine):
             raise
         finally:
             self._calling = None
-        followers.note_own(Outcome())
+        followers.record_own(Outcome())
         return value
 
     def _break(self, error: BaseException) -> None:
@@ -281,7 +281,7 @@ class LeadingEngine(DynamicInferenceEngine):
             raise
         finally:
             self._leads, self._calling = True, None
-            followers.note_own(Outcome.of(error, self.core.broken_by is not None))
+            followers.record_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.differences()
         if followers.any_broken:

@@ -80,10 +80,10 @@ class RankConnections:
             try:
                 self._listener.send(peer, message)
             except PeerLostError as error:
-                self._note_lost(rank, f"died, or left: {error}")
+                self._mark_lost(rank, f"died, or left: {error}")
 
-    def note_own(self, outcome: Outcome) -> None:
-        """Note how the last call ended on the leading rank."""
+    def record_own(self, outcome: Outcome) -> None:
+        """Record how the last call ended on the leading rank."""
         self._own.append(outcome)
 
     def abort(self, reason: str) -> None:
@@ -101,7 +101,7 @@ class RankConnections:
                 with self._lock:
                     while not self._closed.is_set() and self._receive(0.0):
                         pass
-                    self._note_losses()
+                    self._handle_losses()
         except Exception:
             if not self._closed.is_set():  # the collector may close it at any place
                 raise
@@ -134,7 +134,7 @@ class RankConnections:
         while not self._gone.issuperset(self._missing()):
             remaining_s = deadline - time.monotonic()
             if not self._receive(max(0.0, min(_POLL_INTERVAL_S, remaining_s))):
-                self._note_losses()
+                self._handle_losses()
                 if remaining_s <= 0:
                     return
 
@@ -151,17 +151,17 @@ class RankConnections:
                     self.abort(f"rank {rank} {message}; call reset()")
                 self._theirs[rank].append(message)  # now `await_answers`, which takes no lock, may return
             elif rank is not None and isinstance(message, Failure):
-                self._note_lost(rank, message.reason)
+                self._mark_lost(rank, message.reason)
             return True
 
-    def _note_losses(self) -> None:
-        """Note who is lost; where a rank failed, or is lost, let no other one wait for it."""
+    def _handle_losses(self) -> None:
+        """Find who is lost; where a rank failed, or is lost, let no other one wait for it."""
         with self._lock:
             for peer, rank in self._ranks.items():
                 if rank in self._gone or self._listener.is_connected(peer):
                     continue
                 if not self._receive(0.0):
-                    self._note_lost(rank, "died, or left: its connection is closed")
+                    self._mark_lost(rank, "died, or left: its connection is closed")
             if self._closed.is_set():
                 return
             if self.lost:
@@ -184,7 +184,7 @@ class RankConnections:
             else:
                 self._failed_s = min(self._failed_s, now_s)
 
-    def _note_lost(self, rank: int, reason: str) -> None:
+    def _mark_lost(self, rank: int, reason: str) -> None:
         self._gone.add(rank)
         if not (self._has_sent_lost or self._closed.is_set()):  # else it left for that
             self.lost.setdefault(rank, reason)
@@ -203,6 +203,6 @@ class RankConnections:
             self._send_to_all(Lost(self.lost) if self.lost else Close())
         while self._theirs.keys() - self._gone and time.monotonic() < deadline:
             if not self._receive(0.01):
-                self._note_losses()
+                self._handle_losses()
         with self._lock:
             self._listener.close()

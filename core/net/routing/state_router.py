@@ -115,12 +115,12 @@ class StateRouter:
             return computed + waiting + excess, tokens, self._draws.random()
 
         order = [load.replica for load in sorted(loads, key=cost)]
-        self._note(request, order[0], depths.get(order[0], 0))
+        self._record(request, order[0], depths.get(order[0], 0))
         return order
 
-    def note_routed(self, request: RouteRequest, replica: str) -> None:
-        """Note that a request went to another replica than the first that `choose` returned."""
-        self._note(request, replica, self._depths(request).get(replica, 0))
+    def record_routed(self, request: RouteRequest, replica: str) -> None:
+        """A request went to another replica than the first that `choose` returned."""
+        self._record(request, replica, self._depths(request).get(replica, 0))
 
     def apply(self, events: StateEvents) -> bool:
         """Apply a message of a replica; False where the router needs a snapshot of the replica."""
@@ -144,7 +144,7 @@ class StateRouter:
             depths[replica] = depth
         return depths
 
-    def _note(self, request: RouteRequest, replica: str, depth: int) -> None:
+    def _record(self, request: RouteRequest, replica: str, depth: int) -> None:
         computed = request.num_tokens - depth * request.block_size_tokens
         self._recent.add(replica, computed + min(request.num_answer_tokens, LONGEST_ANSWER))
         self._expected.add(request.keys, replica)
@@ -162,7 +162,7 @@ class ExpectedStates:
         return len(self._sent)
 
     def add(self, keys: Sequence[int], replica: str) -> None:
-        """Note that a prompt with these blocks was sent to a replica."""
+        """A prompt with these blocks was sent to a replica."""
         self._num_sent[replica] += 1
         entry, sent = (replica, self._num_sent[replica]), self._sent
         for key in keys:
@@ -223,7 +223,7 @@ class RecentWork:
         return {name: self._tokens[name] for name in names}
 
     def add(self, replica: str, num_tokens: int) -> None:
-        """Note a request of `num_tokens` that was sent to a replica; O(replicas)."""
+        """Record a request of `num_tokens` that was sent to a replica; O(replicas)."""
         self.of([replica])
         kept = 1 - 1 / (REMEMBERED_REQUESTS * len(self._tokens))
         for name in self._tokens:

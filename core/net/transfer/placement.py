@@ -177,7 +177,7 @@ class Placement:
         committed: set[int] = set()
         for node in reversed(forest.states):
             if node in self._known_slots:
-                self._slots.cached_states.note_use(self._known_slots[node])
+                self._slots.cached_states.record_use(self._known_slots[node])
             elif node in self.new_slots:
                 slot = self.new_slots[node]
                 holders = self._slots.commit_slots([slot])  # commits or frees the slot

@@ -89,7 +89,7 @@ SLOT_CALLS: list[tuple[str, tuple[Any, ...], int, Bad, str]] = [
     ),
     ("pin", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
     ("unpin", (_pool.pinned,), 0, _slot.also(_pool.free, _pool.reserved, _pool.known), "slot"),
-    ("note_use", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
+    ("record_use", (_pool.known,), 0, _slot.also(_pool.free, _pool.reserved), "slot"),
     ("allocate_slots_batch", ([5],), 0, bad.ids(0, 15, good=(5,)).also([3], [5, 3]), "block_ids"),
     ("invalidate_block", (4,), 0, _block, "block_id"),
     ("on_kv_blocks_deregistered", ([4], {1}), 0, bad.ids(0, 15, good=(4,)), "block_ids_list"),
@@ -154,7 +154,7 @@ def test_more_slots_than_can_be_had(call: tuple[str, Any]):
 
 def test_a_pool_without_slots_refuses_every_slot():
     slots = FakeHost().allocator(0, ms.MambaSlotAllocator)
-    for method in (slots.pin, slots.unpin, slots.note_use):
+    for method in (slots.pin, slots.unpin, slots.record_use):
         refuse("MambaSlotAllocator", partial(method, 0), "slot")
     refuse("MambaSlotAllocator", lambda: slots.commit([0]), "slots")
 

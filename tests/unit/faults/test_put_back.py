@@ -255,7 +255,7 @@ FAULTS = {
                 "        slots = self._cache.slots\n"
                 "        for block in match.blocks:\n"
                 "            if block in slots.cached_states.slot_of_block:\n"
-                "                slots.cached_states.note_use(slots.cached_states.slot_of(block))\n"
+                "                slots.cached_states.record_use(slots.cached_states.slot_of(block))\n"
                 "        allocation.branch_tokens = self._branch_tokens(match, request)\n",
             ),
         ),

@@ -27,14 +27,14 @@ def test_a_replica_is_silent_where_another_one_answers() -> None:
     expect(known, ["a", "b"])
     assert known.num_serving == 2
     for now[0] in (1.0, 2.0, 3.0, 4.0, 5.0):
-        known.note_answer("a")
+        known.record_answer("a")
     assert (known.num_serving, known.is_silent("a"), known.is_silent("b")) == (1, False, True)
     assert known.answering == ["Ray's a"]
     assert not known.is_silent("never named")
-    known.note_answer("b")  # it continues
+    known.record_answer("b")  # it continues
     assert (known.num_serving, known.is_silent("b")) == (2, False)
     expect(known, ["b", "c"])
-    known.note_answer("a")  # late: Ray has dropped it
+    known.record_answer("a")  # late: Ray has dropped it
     assert known.num_serving == 2
     known.remove("c")
     assert known.num_serving == 1
@@ -53,13 +53,13 @@ def test_where_none_answers_none_is_silent_and_all_count_for_ten_seconds() -> No
 def test_where_requests_are() -> None:
     known = KnownReplicas()
     expect(known, ["a", "b"])
-    known.note_sent(REQUEST, "a")  # its caller has left before it was sent
+    known.record_sent(REQUEST, "a")  # its caller has left before it was sent
     assert known.replica_of("one") == ""
     known.begin("one")
     first = known.ranked(REQUEST, {"a": 0, "b": 0})[0]
     assert known.replica_of("one") == ""
     for name in ("a", "b", first):
-        known.note_sent(REQUEST, name)
+        known.record_sent(REQUEST, name)
         assert known.replica_of("one") == name
     known.end("one")
     known.end("one")
@@ -75,7 +75,7 @@ def test_loads_count_what_is_chosen_until_it_ends() -> None:
     firsts = [known.ranked(request, {"a": None, "b": None})[0] for request in requests]
     assert sorted(firsts) == ["a", "a", "b", "b"]
     for request in requests:
-        known.note_sent(request, "b")  # "a" has no room
+        known.record_sent(request, "b")  # "a" has no room
     other = replace(REQUEST, request_id="other", keys=())
     assert known.ranked(other, {"a": 2, "b": 0}) == ("a", "b")
     assert known.ranked(other, {"a": 5, "b": 0}) == ("b", "a")
@@ -87,7 +87,7 @@ def test_loads_count_what_is_chosen_until_it_ends() -> None:
 def test_a_replica_that_a_request_has_lost_is_tried_last() -> None:
     known = KnownReplicas()
     expect(known, ["a", "b"])
-    known.note_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
+    known.record_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
     assert known.ranked(REQUEST, {"a": 0, "b": 0}) == ("a", "b")
     assert known.ranked(replace(REQUEST, lost=("a",)), {"a": 0, "b": 0}) == ("b", "a")
     assert sorted(known.ranked(replace(REQUEST, lost=("a", "b")), {"a": 0, "b": 0})) == ["a", "b"]
@@ -104,21 +104,21 @@ def test_a_replica_says_all_that_it_holds_where_something_is_missing() -> None:
     def lacking() -> set[str]:
         return {name for name in known.replicas if known.lacks_states(name)}
 
-    known.note_answer("a", StateEvents("a", 1, 0, (1,)))  # unknown
+    known.record_answer("a", StateEvents("a", 1, 0, (1,)))  # unknown
     expect(known, ["a", "b"])
     assert lacking() == {"a", "b"}
-    known.note_answer("a")
+    known.record_answer("a")
     assert lacking() == {"a", "b"}
-    known.note_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
-    known.note_answer("a", StateEvents("a", 1, 1, (3,)))
+    known.record_answer("a", StateEvents("a", 1, 0, (1, 2), is_snapshot=True))
+    known.record_answer("a", StateEvents("a", 1, 1, (3,)))
     assert lacking() == {"b"}
     assert known.ranked(REQUEST, {"a": 0, "b": 0}) == ("a", "b")
-    known.note_answer("a", StateEvents("a", 1, 3, (5,)))  # 2 was lost
+    known.record_answer("a", StateEvents("a", 1, 3, (5,)))  # 2 was lost
     assert lacking() == {"a", "b"}
-    known.note_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))
-    known.note_lost_answer("a")
+    known.record_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))
+    known.mark_incomplete("a")
     assert lacking() == {"a", "b"}
-    known.note_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))
+    known.record_answer("a", StateEvents("a", 1, 3, (1,), is_snapshot=True))
     expect(known, ["b"])
     expect(known, ["a", "b"])
     assert lacking() == {"a", "b"}
@@ -138,7 +138,7 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
             async def asked(ingress: str) -> Any:
                 known = known_by[ingress]
                 events = ingresses.answer(IngressQuestion(ingress, known.lacks_states("a"), {}))
-                known.note_answer("a", events)
+                known.record_answer("a", events)
                 await server.call(lambda engine: None)  # the poll has ended
                 await asyncio.sleep(0)
                 return events

@@ -132,7 +132,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
     failing, dead = Asked(RaySystemError("cut"), 0.0), Asked(ActorDiedError(), 0.0)
     known = KnownReplicas()
     answers: Counter[str] = Counter()
-    monkeypatch.setattr(known, "note_answer", lambda name, events: answers.update([name]))
+    monkeypatch.setattr(known, "record_answer", lambda name, events: answers.update([name]))
 
     async def main() -> None:
         asking = ingress.Ingress.__new__(ingress.Ingress)
@@ -158,7 +158,7 @@ class Silent(Handle):
     known: KnownReplicas
 
     async def __aiter__(self) -> AsyncIterator[AnswerPart]:
-        self.known.note_sent(REQUEST, "a")
+        self.known.record_sent(REQUEST, "a")
         yield AnswerPart(replica="a")
         await asyncio.sleep(0.2)
         yield AnswerPart(finish_reason="stop")
@@ -182,7 +182,7 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
             number += 1
             now[0] += 6.0
             if answering:
-                known.note_answer(answering)
+                known.record_answer(answering)
         return number
 
     silent = Silent(RuntimeError())

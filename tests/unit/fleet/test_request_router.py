@@ -112,12 +112,12 @@ def test_a_silent_replica_gets_nothing_while_another_one_answers(monkeypatch: py
         now[0] = 6.0
         assert (await rig.order(rig.request((1, 2, 3, 4))))[0] == "a"  # none answers: all are busy
         for name in "bc":
-            known.note_answer(name)
+            known.record_answer(name)
         pending = rig.request((1, 2, 3, 4))
         assert sorted(await rig.order(pending)) == ["b", "c"]
         chosen = await asyncio.wait_for(rig.router._choose_replica_for_request(pending), 10)
         assert known.replica_of(pending.args[0].request_id) == chosen.replica_id.unique_id != "a"
-        known.note_answer("a")
+        known.record_answer("a")
         assert sorted(await rig.order(rig.request((1, 2, 3, 4)))) == ["a", "b", "c"]
 
     asyncio.run(scenario())

@@ -47,7 +47,7 @@ class Both:
         for host in self.hosts:
             host.kv_block_allocator.register(blocks, hashes)
 
-    def note_use(self, block):
+    def record_use(self, block):
         """The stock one evicts by the KV's clock, of blocks without references."""
         self.clock += 1
         for host in self.hosts:
@@ -105,7 +105,7 @@ def test_any_calls_both_do_right_have_the_same_outcome(data, max_slots):
             blocks = data.draw(st.lists(st.sampled_from(lack), max_size=max_slots))
             both.allocate_slots_batch(blocks)
             for block in dict.fromkeys(blocks):
-                both.note_use(block)
+                both.record_use(block)
         elif call == "register" and have:
             blocks = data.draw(st.lists(st.sampled_from(have), unique=True))
             fresh = [b for b in blocks if both.hosts[0].kv_block_allocator.block_hashes[b] < 0]
@@ -133,7 +133,7 @@ def test_any_calls_both_do_right_have_the_same_outcome(data, max_slots):
                 both.store_from_live_batch([both.get_slot(block)], [1])
                 both.store_from_tensors(block, 1, torch.full(SSM_SHAPE, 7.0), torch.full(CONV_SHAPE, number))
             if block in have:
-                both.note_use(block)
+                both.record_use(block)
             both.restore_to_live(2, block)
         elif call == "reset":
             both.reset()

@@ -17,7 +17,7 @@ _STATES = _BITS["state"] | _BITS["refused state"]
 class GhostList:
     """A bounded map from the hashes of prefixes to the kinds of ghosts under them; O(1) a hash.
 
-    A block that is registered again stays listed as gone. A state is listed until `discard_states` names it.
+    A block that is registered again stays listed as gone. A state is listed until `remove_states` names it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -41,8 +41,8 @@ class GhostList:
     def has(self, prefix_hash: int, kind: GhostKind) -> bool:
         return bool((self._young.get(prefix_hash) or self._old.get(prefix_hash, 0)) & _BITS[kind])
 
-    def discard_states(self, hashes: Collection[int]) -> None:
-        """Note that the states under these hashes are there."""
+    def remove_states(self, hashes: Collection[int]) -> None:
+        """The states under these hashes are there."""
         for generation in (self._young, self._old):
             if generation and not generation.keys().isdisjoint(hashes):
                 for prefix_hash in generation.keys() & hashes:
@@ -114,11 +114,11 @@ class LeafOrder:
             self._heap = list(self._entry_of.values())
             heapq.heapify(self._heap)
 
-    def discard(self, block: int) -> None:
+    def remove(self, block: int) -> None:
         """Remove a block that is held again, or continued; does nothing for a block without a place."""
         self._entry_of.pop(block, None)
 
-    def note_states_changed(self, blocks: Collection[int]) -> None:
+    def reorder(self, blocks: Collection[int]) -> None:
         """Give the leaves among these blocks new places: the blocks gained or lost a state."""
         entry_of = self._entry_of
         if entry_of and not entry_of.keys().isdisjoint(blocks):
@@ -249,14 +249,14 @@ class BlockTree:
             canonical.append(block)
             parent, before = block, block
         if 0 < num_known < len(canonical):  # the duplicate is continued now, and so is no leaf
-            self.leaves.discard(canonical[num_known - 1])
+            self.leaves.remove(canonical[num_known - 1])
         self.turnover.num_entered += len(canonical) - num_known
         return canonical
 
     # ---- references
 
     def set_references(self, blocks: Iterable[int], count: int) -> None:
-        """Note that these unregistered blocks are held so often."""
+        """These unregistered blocks are held so often."""
         references = self.references
         for block in blocks:
             references[block] = count
@@ -287,13 +287,13 @@ class BlockTree:
         for block in blocks:
             if references[block] == 0:
                 num_cached += 1
-                self.leaves.discard(block)
+                self.leaves.remove(block)
                 num_held[parents[block]] += 1
             references[block] += 1
         return num_cached
 
     def release(self, blocks: Sequence[int], now_ns: int) -> tuple[list[int], list[int]]:
-        """Remove a reference from each of these blocks, and note their last use.
+        """Remove a reference from each of these blocks, and set their last use.
 
         Returns the blocks without a reference now: registered ones and others, both from the last one on.
         """
@@ -334,18 +334,18 @@ class BlockTree:
         taken: list[int] = []
         for _ in range(num_blocks):
             taken.append(block := self.leaves.pop())
-            self._note_child_taken(self.parents[block])
+            self._decrement_children(self.parents[block])
         return taken
 
     def take_leaf(self, block: int) -> bool:
         """Take this cached block; False, with nothing done, where another block continues it."""
         is_leaf = not self.num_children[block]
         if is_leaf:
-            self.leaves.discard(block)
-            self._note_child_taken(self.parents[block])
+            self.leaves.remove(block)
+            self._decrement_children(self.parents[block])
         return is_leaf
 
-    def _note_child_taken(self, parent: int) -> None:
+    def _decrement_children(self, parent: int) -> None:
         self.num_children[parent] = num_children = self.num_children[parent] - 1
         if not num_children and not self.references[parent]:
             self.leaves.push(parent)
@@ -354,7 +354,7 @@ class BlockTree:
         """Put blocks back that were taken, and were not deregistered."""
         for block in blocks:
             self.num_children[self.parents[block]] += 1
-            self.leaves.discard(self.parents[block])
+            self.leaves.remove(self.parents[block])
         for block in blocks:
             if not self.num_children[block]:
                 self.leaves.push(block)

@@ -95,7 +95,7 @@ class Borrowing:
         blocks = self.units.blocks_of(unit)
         self._cleaner.move_unit(unit, blocks, self._cleaner.blocks)
         self._kv_blocks.tree.set_references(blocks, 1)
-        self._cleaner.blocks.discard(blocks)
+        self._cleaner.blocks.remove(blocks)
         self._free_list.allocate_unit(unit)
         self.units.holds_states[unit] = True
         self._slots.take_back(self.units.slots_of(unit))

@@ -86,23 +86,23 @@ class CachedStates:
             hash_of_slot[slot] = 0
             last_used_ns[slot] = now_ns
         self.turnover.num_entered += len(blocks)
-        self.tree.leaves.note_states_changed(blocks)
+        self.tree.leaves.reorder(blocks)
         self.policy.insert(slots)
 
     def set_hashes(self, blocks: Sequence[int], slots: Sequence[int], hashes: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
         block_of_hash, hash_of_slot = self.block_of_hash, self._hash_of_slot
-        self.note_changes(hashes)
+        self.mark_changed(hashes)
         for block, slot, prefix_hash in zip(blocks, slots, hashes, strict=True):
             if block_of_hash.setdefault(prefix_hash, block) == block:
                 if (former := hash_of_slot[slot]) and former != prefix_hash:
-                    self.note_changes([former])
+                    self.mark_changed([former])
                     del block_of_hash[former]
                 hash_of_slot[slot] = prefix_hash
-        self.tree.ghosts.discard_states(hashes)
+        self.tree.ghosts.remove_states(hashes)
         self.policy.set_hashes(slots, hashes, lambda i: self.tree.hashes_to(blocks[i]))
 
-    def note_use(self, slot: int) -> None:
+    def record_use(self, slot: int) -> None:
         """A request resumed from this slot, or an import brought its state again."""
         self.policy.use(slot)
         self._last_used_ns[slot] = self._now_ns()
@@ -120,7 +120,7 @@ class CachedStates:
         hashes = [prefix_hash for slot in slots if (prefix_hash := hash_of_slot[slot])]
         if cause in STATE_EVICTIONS:
             self.tree.ghosts.add_all(hashes, "state")
-        self.note_changes(hashes)
+        self.mark_changed(hashes)
         for prefix_hash in hashes:  # the hash goes first, because it is what makes a state findable
             self.block_of_hash.pop(prefix_hash, None)
         for block in removed:
@@ -129,11 +129,11 @@ class CachedStates:
         turnover.by_cause[cause] += len(slots)
         if slots and cause in EVICTIONS:
             last_used_ns, now_ns = self._last_used_ns, max(self._latest_ns, self._clock())
-            turnover.note_ages(now_ns, [last_used_ns[slot] for slot in slots])
+            turnover.count_ages(now_ns, [last_used_ns[slot] for slot in slots])
             turnover.num_unused += sum(slot not in self.used for slot in slots)
         if self.used:
             self.used.difference_update(slots)
-        self.tree.leaves.note_states_changed(removed)
+        self.tree.leaves.reorder(removed)
         self.policy.remove(slots, cause in EVICTIONS)
         return slots
 
@@ -155,7 +155,7 @@ class CachedStates:
 
     # ---- what changed under which hash
 
-    def note_changes(self, hashes: Collection[int]) -> None:
+    def mark_changed(self, hashes: Collection[int]) -> None:
         """There may be a state, or a copy of one, under each of these hashes, or none any more."""
         self.version += len(hashes)
         self._changed.extend(hashes)
@@ -165,17 +165,17 @@ class CachedStates:
         count = self.version - version
         return islice(reversed(self._changed), count) if count <= len(self._changed) else None
 
-    def note_refused(self, hashes: Sequence[int]) -> None:
+    def remember_refused(self, hashes: Sequence[int]) -> None:
         """No slot was available for the states under these hashes."""
         self.turnover.num_refused += len(hashes)
         self.tree.ghosts.add_all(hashes, "refused state")
-        self.note_changes(hashes)
+        self.mark_changed(hashes)
 
-    def note_copies_lost(self, hashes: Collection[int]) -> None:
+    def mark_copies_lost(self, hashes: Collection[int]) -> None:
         """The tier has no copy under these hashes any more."""
         block_of_hash = self.tree.block_of_hash
-        self.note_changes(hashes)
-        self.tree.leaves.note_states_changed(
+        self.mark_changed(hashes)
+        self.tree.leaves.reorder(
             [block_of_hash[prefix_hash] for prefix_hash in hashes if prefix_hash in block_of_hash]
         )
 

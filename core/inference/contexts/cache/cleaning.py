@@ -14,8 +14,8 @@ class DirtyEntries:
         self._zero = zero
         self._entries: set[int] = set()
 
-    def note(self, entries: Iterable[int]) -> None:
-        """Note that these entries are free."""
+    def add(self, entries: Iterable[int]) -> None:
+        """These entries are free now, and not zero."""
         if self._zero is not None:
             self._entries.update(entries)
 
@@ -30,8 +30,8 @@ class DirtyEntries:
     def has_any(self, entries: Iterable[int]) -> bool:
         return not self._entries.isdisjoint(entries)
 
-    def discard(self, entries: Iterable[int]) -> None:
-        """Note that these entries are zero, or that another pool owns their memory."""
+    def remove(self, entries: Iterable[int]) -> None:
+        """These entries are zero, or another pool owns their memory."""
         self._entries.difference_update(entries)
 
     def scrub(self) -> None:
@@ -40,7 +40,7 @@ class DirtyEntries:
             self.clean(self._entries.copy())
 
     def clear(self) -> None:
-        """Note that the pool has no memory, or is all zeros."""
+        """The pool has no memory, or is all zeros."""
         self._entries.clear()
 
 

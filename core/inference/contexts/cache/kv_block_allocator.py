@@ -101,15 +101,15 @@ class KVBlockAllocator:
         self._reset_free_list()
 
     def _reset_free_list(self) -> None:
-        """Note that every block is free that is neither held nor registered."""
+        """Free every block that is neither held nor registered."""
         refs, parents = self.tree.references, self.tree.parents
         free = [b for b in range(self.total_count - 1, -1, -1) if not refs[b] and parents[b] < 0]
         self.free_blocks.reset(free)
-        self._dirty.note(free)
+        self._dirty.add(free)
 
     def _add_free(self, blocks: list[int]) -> None:
         if self._dirty.zeroes:
-            self._dirty.note(blocks)
+            self._dirty.add(blocks)
         self.free_blocks.extend(blocks)
 
     @property

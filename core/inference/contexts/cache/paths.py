@@ -180,7 +180,7 @@ class Reservations:
             [PlannedState.of(*certain[prefix_hash], prefix_hash) for prefix_hash in wanted], unknown
         )
         passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
-        cached_states.note_refused([prefix_hash for prefix_hash in by_worth if prefix_hash not in passed])
+        cached_states.remember_refused([prefix_hash for prefix_hash in by_worth if prefix_hash not in passed])
         # States of drafts evict nothing, because the drafts may be wrong.
         num_free = len(slots.free_slots) - len(chosen)
         chosen += [prefix_hash for prefix_hash in guessed if prefix_hash not in certain][:num_free]
@@ -217,12 +217,33 @@ class Reservations:
         self._planned.update(zip(slots, hashes, strict=True))
         return slots
 
-    def note_refused(self, state: PlannedState) -> None:
-        """Remember the demand for a state that got no slot while its token was unknown."""
-        if state.prefix_hash not in self._planned.values():
-            self._policy.insert_planned(*state)
-            self._policy.remove_planned(state.prefix_hash)
-            self._slots.cached_states.note_refused([state.prefix_hash])
+    def settle_drafts[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
+        """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
+
+        Returns steps with the boundaries that were reached but got no slot while they were guesses: their
+        states must be copied to `destinations`, which are reserved only now.
+        """
+        reserved = {step.hash_at(position) for step in accepted for position in step.destinations}
+        unserved = []
+        for before, after in zip(planned, accepted, strict=True):
+            if before.drafts:
+                unreached = before.destinations.keys() - after.destinations.keys()
+                self.release(before.destinations[position] for position in unreached)
+                missing = tuple(b for b in after.boundaries if after.hash_at(b.position) not in reserved)
+                if missing:
+                    unserved.append(replace(after, boundaries=missing, destinations={}))
+        return self.reserve(unserved)
+
+    def remember_refused(self, step: PathStep) -> None:
+        """Remember the demand for states of a step that got no slot while its tokens were unknown."""
+        cached_states = self._slots.cached_states
+        for boundary in step.boundaries:
+            prefix_hash = step.hash_at(boundary.position)
+            is_stored = boundary.position in step.destinations or prefix_hash in cached_states.block_of_hash
+            if not is_stored and prefix_hash not in self._planned.values():
+                self._policy.insert_planned(*PlannedState.of(step, boundary, prefix_hash))
+                self._policy.remove_planned(prefix_hash)
+                cached_states.remember_refused([prefix_hash])
 
     def expect(self, slot: int, state: PlannedState) -> None:
         """Expect this state, whose tokens may have been unknown, in a reserved slot."""

@@ -104,8 +104,8 @@ class Turnover[Cause: str]:
         recent = tuple(age / NANOSECONDS for age in self._recent_ns.copy())
         return AgeCounts(tuple(self._age_counts), self._age_sum_ns / NANOSECONDS, recent)
 
-    def note_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
-        """Note the ages of evicted states."""
+    def count_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
+        """Count the ages of evicted states."""
         for used, number in Counter(last_used_ns).items():  # most were used together
             age = now_ns - used
             self._age_counts[bisect_left(_BOUNDS_NS, age)] += number

@@ -4,7 +4,6 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from ....validation import INT32_MAX, boolean, integer
 from .block_tree import BlockTree
@@ -222,28 +221,13 @@ class PrefixCache:
         self.slots.pin(slot)
         path.state_slot = slot
         if resumes:
-            self.cached_states.note_use(slot)
+            self.cached_states.record_use(slot)
 
     def unpin_state(self, path: CachedPath) -> None:
         """Unpin the slot that the sequence continued from, if there is one."""
         slot, path.state_slot = path.state_slot, -1
         if slot >= 0:
             self.slots.unpin(slot)
-
-    def fetch_state(self, chain: PrefixHashChain, blocks: Sequence[int], start: int) -> bool:
-        """Copy back the deepest good state after token `start` from the tier, if that beats computing.
-
-        Waits for the copy, may evict states, and is a collective where the model is split.
-
-        Args:
-            chain: the hashes of at least the prefix that `blocks` hold.
-            blocks: the registered blocks of the prefix, as a match has them; deeper states are not fetched.
-            start: the tokens that the sequence can continue from without a fetch.
-
-        Returns:
-            Whether states changed, so that earlier matches may be wrong.
-        """
-        return self.slots.fetch_state(blocks, chain.hashes, start, self._block_size)
 
     def release(self, path: CachedPath) -> None:
         """Release all that the path holds; do not use the path afterwards.
@@ -314,23 +298,6 @@ class PrefixCache:
             self._borrowing.borrow_slots(sum(prefix_hash not in block_of_hash for prefix_hash in wanted))
         return self.reservations.reserve(steps, max_inner_states)
 
-    def after_verification[S: PathStep](self, planned: Sequence[S], accepted: Sequence[S]) -> list[S]:
-        """Release the slots of boundaries that the `accepted` steps do not reach; reserve refused ones.
-
-        Returns steps with the boundaries that were reached but got no slot while they were guesses: their
-        states must be copied to `destinations`, which are reserved only now.
-        """
-        reserved = {step.hash_at(position) for step in accepted for position in step.destinations}
-        unserved = []
-        for before, after in zip(planned, accepted, strict=True):
-            if before.drafts:
-                unreached = before.destinations.keys() - after.destinations.keys()
-                self.reservations.release(before.destinations[position] for position in unreached)
-                missing = tuple(b for b in after.boundaries if after.hash_at(b.position) not in reserved)
-                if missing:
-                    unserved.append(replace(after, boundaries=missing, destinations={}))
-        return self.reservations.reserve(unserved)
-
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""
         path, reservations = step.path, self.reservations
@@ -352,18 +319,6 @@ class PrefixCache:
                 if committed[position] == slot and not keeps:
                     path.rolling_block = block
         return committed
-
-    def note_refused(self, step: PathStep) -> None:
-        """Note the states of a step that got no slot while its tokens were unknown."""
-        for boundary in step.boundaries:
-            prefix_hash = step.hash_at(boundary.position)
-            is_cached = prefix_hash in self.cached_states.block_of_hash
-            if boundary.position not in step.destinations and not is_cached:
-                self.reservations.note_refused(PlannedState.of(step, boundary, prefix_hash))
-
-    def release_reserved(self, step: PathStep) -> None:
-        """Free the slots that were reserved for the states of a step whose results are not kept."""
-        self.reservations.release(step.destinations.values())
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""

@@ -135,7 +135,12 @@ class StateSlots:
     def fetch_state(
         self, blocks: Sequence[int], hashes: Sequence[int], start: int, block_size_tokens: int
     ) -> bool:
-        """See `PrefixCache.fetch_state`; `blocks` and `hashes` are those of a prefix, first block first."""
+        """Copy back the deepest good state after token `start` from the tier, if that beats computing.
+
+        Waits for the copy, may evict states, and is a collective where the model is split. `blocks` and
+        `hashes`: of a prefix that a match found, first block first; deeper states are not fetched. Returns
+        whether states changed, so that earlier matches may be wrong.
+        """
         tier, changed = self._tier, False
         if tier is None or not (tier.host or tier.files):
             return False
@@ -152,7 +157,7 @@ class StateSlots:
                 return changed
             changed = True
             good = tier.fetch(prefix_hash, slot)
-            self.cached_states.note_copies_lost(tier.take_lost())
+            self.cached_states.mark_copies_lost(tier.take_lost())
             if good:
                 self.commit_slots([slot])
                 return True
@@ -194,7 +199,7 @@ class StateSlots:
         takes_over = takes_over and len(protected) == room
         slots = self._allocate(num_slots - takes_over, (resume_slot, *protected), "live_state")
         if takes_over:
-            self.cached_states.note_use(resume_slot)
+            self.cached_states.record_use(resume_slot)
             self._spill([resume_slot], "live_state")
             slots = [resume_slot, *slots]
         self.live.update(slots)
@@ -287,7 +292,7 @@ class StateSlots:
         """Remove the copies of these blocks' states in the tier."""
         if self._tier is not None:
             hashes = [self.tree.hash_of(block) for block in blocks]
-            self.cached_states.note_changes(hashes)
+            self.cached_states.mark_changed(hashes)
             self._tier.remove(hashes)
 
     def clear(self, totals: bool = False, live: bool = False) -> None:
@@ -299,7 +304,7 @@ class StateSlots:
         self.reserved.clear()
         self.pins.clear()
         self.free_slots = self._unused_slots()
-        self._dirty.note(self.free_slots)
+        self._dirty.add(self.free_slots)
         if totals:
             self.cached_states.turnover.clear()
 
@@ -307,13 +312,13 @@ class StateSlots:
 
     def lend(self, slots: range) -> None:
         """Take these free slots from the free list: their memory will hold KV."""
-        self._dirty.discard(slots)
+        self._dirty.remove(slots)
         self.free_slots = [slot for slot in self.free_slots if slot not in slots]
 
     def take_back(self, slots: Sequence[int]) -> None:
         """Free lent slots, whose memory held KV and is zero where that is asked for."""
         self._add_free(slots)
-        self._dirty.discard(slots)
+        self._dirty.remove(slots)
 
     # ---- inside
 
@@ -339,12 +344,12 @@ class StateSlots:
         cached_states = self.cached_states
         if self._tier is not None:
             self._tier.spill(slots, [cached_states.hash_of(slot) for slot in slots])
-            cached_states.note_copies_lost(self._tier.take_lost())
+            cached_states.mark_copies_lost(self._tier.take_lost())
         cached_states.remove([cached_states.block_of(slot) for slot in slots], cause)
 
     def _add_free(self, slots: Sequence[int]) -> None:
         if self._dirty.zeroes:
-            self._dirty.note(slots)
+            self._dirty.add(slots)
         if self._units is None:
             self.free_slots.extend(slots)
         else:  # the lowest slot is allocated first: slots before the units are used, and units become free

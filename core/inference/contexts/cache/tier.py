@@ -58,7 +58,7 @@ class TierSlots:
         """Remove the copies under these hashes, and return their slots, which are free."""
         hashes = [prefix_hash for prefix_hash in hashes if prefix_hash in self.entries]
         slots = [self.entries.pop(prefix_hash)[0] for prefix_hash in hashes]
-        self.dirty.note(slots)
+        self.dirty.add(slots)
         self.free_slots += slots
         return slots
 
@@ -70,7 +70,7 @@ class TierSlots:
     def repair(self) -> None:
         """After an interrupted change: free what is not indexed; O(slots)."""
         used = {slot for slot, _ in self.entries.values()}
-        self.dirty.note(set(range(self.num_slots)).difference(used, self.free_slots))
+        self.dirty.add(set(range(self.num_slots)).difference(used, self.free_slots))
         self.free_slots = [slot for slot in range(self.num_slots) if slot not in used]
         self._pinned = None
 
@@ -169,8 +169,8 @@ class HostTier:
             try:
                 self.copies.store(slot, host_slot, serial)
             except Exception:
-                self._note_failure()
-                self.host.dirty.note([host_slot])
+                self._log_failure()
+                self.host.dirty.add([host_slot])
             self.host.insert(prefix_hash, host_slot, serial)
             self._save(host_slot, prefix_hash, serial)
 
@@ -189,7 +189,7 @@ class HostTier:
         try:
             self.copies.save(host_slot, file, serial)
         except Exception:
-            self._note_failure()
+            self._log_failure()
         self.files.insert(prefix_hash, file, serial)
 
     def _allocate(self, tier: TierSlots) -> int:
@@ -198,7 +198,7 @@ class HostTier:
             self._lost.append(evicted)
         return slot
 
-    def _note_failure(self) -> None:
+    def _log_failure(self) -> None:
         if not self._has_failed:
             logger.warning("a state could not be copied from the device; the state is lost", exc_info=True)
         self._has_failed = True

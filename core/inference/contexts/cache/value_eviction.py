@@ -86,9 +86,9 @@ class ValueEviction(EvictionPolicy):
         if node.parent is not None:
             if not again:
                 forks = len(hashes) <= node.depth or hashes[node.depth] not in node.children
-                self._note_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
+                self._count_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
                 if node.children and node.num_uses <= _MAX_SESSION_USES:
-                    self._note_abandoned(node)
+                    self._abandon_below(node)
             turn = node.turn + (node.role is not Role.FORK)
         self._num_requests += 1
         self._requests[self._num_requests] = _Request(node, turn)
@@ -120,7 +120,7 @@ class ValueEviction(EvictionPolicy):
                 self._update_rate(node)
         del self._sweep[-_RESCORED_PER_REQUEST:]
 
-    def _note_use(self, node: StateNode, *, is_fork: bool) -> None:
+    def _count_use(self, node: StateNode, *, is_fork: bool) -> None:
         self._rates.uses[node.state_class][node.bucket] += 1
         self._count_wait(node)
         node.num_uses += 1
@@ -131,7 +131,7 @@ class ValueEviction(EvictionPolicy):
             self._tree.ghosts.move_to_end(node.prefix_hash)
         self._update_class(node)
 
-    def _note_abandoned(self, node: StateNode) -> None:
+    def _abandon_below(self, node: StateNode) -> None:
         """A request branches off at `node`, a place of one session, which abandons the states below."""
         places = list(node.child_nodes)
         for below in places:
@@ -252,7 +252,7 @@ class ValueEviction(EvictionPolicy):
         if not self._sees_requests:
             self._tick()
             if node.parent is not None:
-                self._note_use(node, is_fork=bool(node.num_uses))
+                self._count_use(node, is_fork=bool(node.num_uses))
             else:
                 self._new_serial(node)
                 self._push([node])

@@ -27,7 +27,7 @@ def resumed_of_each(cache: BlockCache, index: BlockIndex, requests: Requests) ->
         fresh = RequestLoop(trace(requests[:count]), index.paths, cache, ONE_BY_ONE)
         for number in range(count - 1):
             fresh._arrivals.due(1 << 60)
-            fresh._arrivals.note_end(number, 0)
+            fresh._arrivals.schedule_next(number, 0)
         fresh._num_ended = count - 1
         resumed.append(fresh.run().resumed_tokens)
         before += resumed[-1]

@@ -50,7 +50,7 @@ class Noted:
         self.num_received.append(len(self.events))
         return self._inner.choose(request, loads)
 
-    def note_routed(self, request: RouteRequest, replica: str) -> None:
+    def record_routed(self, request: RouteRequest, replica: str) -> None:
         raise AssertionError("a replay sends requests where the router says first")
 
     def apply(self, events: StateEvents) -> bool:
@@ -76,7 +76,7 @@ class ByFirstBlock:
         home = self._home_of.setdefault(request.keys[0], self._homes[known % len(self._homes)])
         return [loads[home % len(loads)].replica]
 
-    def note_routed(self, request: RouteRequest, replica: str) -> None: ...
+    def record_routed(self, request: RouteRequest, replica: str) -> None: ...
 
     def apply(self, events: StateEvents) -> bool:
         return True

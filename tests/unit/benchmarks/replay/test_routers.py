@@ -50,7 +50,7 @@ def test_each_replica_is_named_once_and_equal_seeds_choose_alike(
         assert sorted(chosen) == sorted(names)
         for router in routers:
             if number % 3 == 0:
-                router.note_routed(request, chosen[-1])
+                router.record_routed(request, chosen[-1])
                 router.apply(StateEvents(chosen[-1], 1, number, tuple(request.keys[-1:]), (), True))
             if number % 7 == 6:
                 router.remove(chosen[0])
@@ -91,7 +91,7 @@ def test_the_prefix_router_follows_what_was_sent_even_if_it_is_gone() -> None:
     router = PrefixRouter(0)
     first = router.choose(prompt(1, 2, 3), IDLE)[0]
     assert router.choose(prompt(1, 2, 3, 4), loads(**{first: 50}))[0] == first
-    router.note_routed(prompt(1, 2, 3, 4), "d")
+    router.record_routed(prompt(1, 2, 3, 4), "d")
     assert router.choose(prompt(1, 2, 3, 4), loads(**{first: 1}))[0] == "d"
     router.remove("d")
     assert router.choose(prompt(1, 2, 3, 4), IDLE)[0] == first
@@ -100,8 +100,8 @@ def test_the_prefix_router_follows_what_was_sent_even_if_it_is_gone() -> None:
 def test_the_prefix_router_sends_little_known_prompts_to_who_was_sent_least() -> None:
     router = PrefixRouter(0)
     for name, number in zip(NAMES, (3, 1, 2, 3), strict=True):
-        router.note_routed(prompt(*range(100 * number, 101 * number)), name)
-    router.note_routed(prompt(7), "a")
+        router.record_routed(prompt(*range(100 * number, 101 * number)), name)
+    router.record_routed(prompt(7), "a")
     assert router.choose(prompt(7, *range(1000, 1011)), IDLE)[0] == "b", "one block of eleven and a half"
     assert router.choose(prompt(7, *range(2000, 2008)), IDLE)[0] == "a", "one of nine and a half"
 
@@ -119,8 +119,8 @@ def test_the_prefix_router_looks_at_queues_where_they_differ_too_much() -> None:
 def test_the_prefix_router_is_bounded() -> None:
     router = PrefixRouter(0)
     with patch.object(routers, "MAX_BLOCKS", 5):
-        router.note_routed(prompt(1, 2, 3), "d")
-        router.note_routed(prompt(4, 5, 6, 7), "d")
+        router.record_routed(prompt(1, 2, 3), "d")
+        router.record_routed(prompt(4, 5, 6, 7), "d")
         assert router.choose(prompt(1, 8, 9), IDLE)[0] == "d", "its deepest blocks are forgotten"
         assert router.choose(prompt(4, 5, 6, 7), IDLE)[0] == "d"
 

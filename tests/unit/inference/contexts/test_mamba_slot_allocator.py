@@ -490,7 +490,7 @@ class SlotMachine(RuleBasedStateMachine):
             expected = self.host.state_after(FakeRequest(0, []), self.state[slot])
             assert same_bytes(self.host.live(1), expected)
         else:
-            self.slots.note_use(slot)
+            self.slots.record_use(slot)
         self.order.remove(slot)
         self.order.append(slot)
 

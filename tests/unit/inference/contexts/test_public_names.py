@@ -18,7 +18,7 @@ HOST_CONTRACT = {
         "register_block_hashes_batch", "reset", "restore_to_live", "slot_to_block", "ssm_states",
         "store_from_live_batch", "store_from_tensors",
         # reservations, pins and use
-        "commit", "note_use", "pin", "release_reservation", "reserve", "unpin",
+        "commit", "record_use", "pin", "release_reservation", "reserve", "unpin",
         # checks
         "check_integrity",
         # its pool, and what it could not plan

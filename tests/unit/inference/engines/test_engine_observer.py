@@ -140,14 +140,14 @@ def test_an_end_is_reported_where_noting_it_is_interrupted(after: bool) -> None:
     monitor = Monitor(engine, model_name="small")
     request_id = engine.add_request(PROMPTS[0], PARAMS)
     engine.step()
-    note_end = engine.core._note_end
+    queue_end = engine.core._queue_end
 
     def interrupted(request: DynamicInferenceRequest, result: ms.RequestResult) -> None:
         if after:
-            note_end(request, result)
+            queue_end(request, result)
         raise Interrupted
 
-    with patch.object(engine.core, "_note_end", interrupted), pytest.raises(Interrupted):
+    with patch.object(engine.core, "_queue_end", interrupted), pytest.raises(Interrupted):
         engine.cancel(request_id)
     engine.check_integrity()
     assert (recorder.ended, list(monitor._running)) == ([], [request_id])  # it goes on

@@ -105,7 +105,7 @@ def test_each_place_that_frees_memory_is_noted(
     kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the note of any one of them something is found."""
-    note = DirtyEntries.note
+    add = DirtyEntries.note
     function, _, entries_of = place.partition(" ")
     forgotten = []
 
@@ -116,9 +116,9 @@ def test_each_place_that_frees_memory_is_noted(
         if is_here and (not entries_of or left is getattr(scrubber, entries_of)):
             forgotten.append(place)
         else:
-            note(left, entries)
+            add(left, entries)
 
-    monkeypatch.setattr(DirtyEntries, "note", forgetful)
+    monkeypatch.setattr(DirtyEntries, "add", forgetful)
     with pytest.raises(AssertionError, match=FOUND):
         pressed_by_all()
     assert forgotten
@@ -259,7 +259,7 @@ def test_on_a_gpu_beside_graphs_and_a_tier(graphs: int | None) -> None:
             assert_scrubbed(engine)
     assert engine.stats().cache.tiers.num_host_states > 0
     with no_synchronisation():
-        engine.context.memory.scrubber.blocks.note([1, 3])
+        engine.context.memory.scrubber.blocks.add([1, 3])
         engine.context.memory.scrubber.scrub()
     engine.reset_prefix_cache()
     torch.cuda.synchronize()

@@ -678,7 +678,14 @@ def test_a_copy_that_fails_is_undone(
 @pytest.mark.sampled(method=("reserve_slots", "commit_slots", "pin"), after=(0,))
 @pytest.mark.parametrize(
     ("method", "after"),
-    [("reserve_slots", 0), ("commit_slots", 0), ("commit_slots", 2), ("pin", 0), ("pin", 2), ("note_use", 1)],
+    [
+        ("reserve_slots", 0),
+        ("commit_slots", 0),
+        ("commit_slots", 2),
+        ("pin", 0),
+        ("pin", 2),
+        ("record_use", 1),
+    ],
 )
 def test_bookkeeping_that_fails_leaves_nothing_held(
     source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, method: str, after: int
@@ -686,7 +693,7 @@ def test_bookkeeping_that_fails_leaves_nothing_held(
     target = engine_of()
     serve(target, PROMPTS[:2], SALTS[:2])
     slots, calls = target.context.prefix_cache.slots, []
-    owner = slots.cached_states if method == "note_use" else slots
+    owner = slots.cached_states if method == "record_use" else slots
     real = getattr(owner, method)
 
     def failing(*arguments: Any) -> Any:

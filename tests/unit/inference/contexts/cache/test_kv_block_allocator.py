@@ -303,7 +303,7 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     kv.tree.leaves.holds_state = {old}.__contains__
-    kv.tree.leaves.note_states_changed([old])
+    kv.tree.leaves.reorder([old])
     assert kv.evict_lru_blocks(2) == [young, old]
 
 
@@ -316,7 +316,7 @@ def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
     for block in held:
         kv.release_memory_blocks([block])
     states.discard(held[1])
-    kv.tree.leaves.note_states_changed([held[1]])
+    kv.tree.leaves.reorder([held[1]])
     assert kv.evict_lru_blocks(1) == [held[1]]
 
 
@@ -327,7 +327,7 @@ def test_a_leaf_that_gained_a_state_stays_longer():
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     states.add(old)
-    kv.tree.leaves.note_states_changed([old])
+    kv.tree.leaves.reorder([old])
     assert kv.evict_lru_blocks(1) == [young]
 
 
@@ -621,7 +621,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
             for change in (states.discard, states.add, states.discard):
                 for block in blocks:
                     change(block)
-                    kv.tree.leaves.note_states_changed([block])
+                    kv.tree.leaves.reorder([block])
 
         return lines_run(each_loses_and_gains_its_state) / size
 
@@ -862,7 +862,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     def states_come_and_go(self, data):
         for block in data.draw(st.lists(st.sampled_from(sorted(self.prefix_of)), max_size=4)):
             self.states ^= {block}
-            self.kv.tree.leaves.note_states_changed([block])
+            self.kv.tree.leaves.reorder([block])
 
     @rule(data=st.data())
     def a_bad_call_changes_nothing(self, data):

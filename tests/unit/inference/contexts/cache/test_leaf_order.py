@@ -60,15 +60,15 @@ def test_a_state_that_goes_moves_its_leaf_to_the_front():
     leaves = made([1, 2], states)
     leaves.holds_state = states.__contains__
     states.remove(1)
-    leaves.note_states_changed([1])
+    leaves.reorder([1])
     leaves.check_integrity()
     assert pop(leaves, 1, no_parent) == [1]
 
 
 def test_a_withdrawn_block_does_not_go():
     leaves = made([1, 2, 3])
-    leaves.discard(0)
-    leaves.discard(0)
+    leaves.remove(0)
+    leaves.remove(0)
     assert pop(leaves, 2, no_parent) == [1, 2]
     leaves.check_integrity()
 
@@ -112,7 +112,7 @@ class LeafMachine(RuleBasedStateMachine):
             chain.append(block)
             block = self.parent[block]
         for block in chain:
-            self.leaves.discard(block)
+            self.leaves.remove(block)
             self.cached.add(block)
             self.times[block] = self.time
         for block in chain:
@@ -122,7 +122,7 @@ class LeafMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def a_leaf_is_held(self, block):
         if block in self.expected_leaves():
-            self.leaves.discard(block)
+            self.leaves.remove(block)
             self.cached.discard(block)
             parent = self.parent[block]
             if parent >= 0 and not self.children(parent):
@@ -132,7 +132,7 @@ class LeafMachine(RuleBasedStateMachine):
     def states_come_and_go(self, blocks):
         for block in blocks:
             self.states ^= {block}
-        self.leaves.note_states_changed(blocks)
+        self.leaves.reorder(blocks)
 
     @rule(data=st.data())
     def leaves_are_taken(self, data):

@@ -155,7 +155,7 @@ def test_a_block_that_lost_its_state_goes_before_one_that_has_it():
     cache = PrefixCache(4, 4, SIZE, "lru")
     for tokens in ([1, 2], [3, 4]):
         cache.release(computed(cache, tokens, positions=[2]))
-    cache.slots.cached_states.note_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
+    cache.slots.cached_states.record_use(cache.match(chain_of([1, 2, 9]), 3).resume_slot)
     cache.slots.evict(1)  # of [3, 4], whose block was used last
     cache.kv_blocks.evict_lru_blocks(1)
     assert cache.match(chain_of([1, 2, 9]), 3).resume_tokens == 2

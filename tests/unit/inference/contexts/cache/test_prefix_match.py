@@ -195,7 +195,7 @@ def test_what_happens_to_other_prefixes_leaves_a_match_alone(cache):
         lambda cache, path: take_state(cache, path, 9),
         lambda cache, path: cache.slots.remove_unpinned(path.blocks[4]),
         lambda cache, path: cache.slots.evict(1),
-        lambda cache, path: cache.cached_states.note_refused([path.chain.hashes[6]]),
+        lambda cache, path: cache.cached_states.remember_refused([path.chain.hashes[6]]),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(1)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(7)),
         lambda cache, path: (cache.release(path), cache.kv_blocks.evict_lru_blocks(10)),
@@ -372,7 +372,7 @@ class RememberedMatches(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_state_is_refused(self, data):
         path = self.path(data)
-        self.cache.cached_states.note_refused([data.draw(st.sampled_from(path.chain.hashes))])
+        self.cache.cached_states.remember_refused([data.draw(st.sampled_from(path.chain.hashes))])
 
     @rule(data=st.data())
     def a_state_is_dropped(self, data):

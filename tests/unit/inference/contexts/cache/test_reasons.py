@@ -46,7 +46,9 @@ def reason_of(token, match):
     depth = token // match["block_size_tokens"] + 1  # blocks up to and with the token's
     hashes, reachable = match["hashes"], match["num_reachable"]
     facts = {"state": "state_evicted", "refused state": "capacity"}
-    lost = [fact for d in range(depth, reachable + 1) if (fact := match["ghosts"].get(hashes[d - 1])) in facts]
+    lost = [
+        fact for d in range(depth, reachable + 1) if (fact := match["ghosts"].get(hashes[d - 1])) in facts
+    ]
     if lost:
         return facts[lost[-1]]
     follows_to_the_end = match["num_seen"] == len(hashes)
@@ -151,7 +153,7 @@ def test_ghosts_of_states_can_be_discarded_and_all_cleared():
     ghosts = GhostList(3)
     ghosts.add_all([1, 2], "state")
     ghosts.add_all([2], "block")
-    ghosts.discard_states([1, 2, 9])
+    ghosts.remove_states([1, 2, 9])
     assert (len(ghosts), ghosts.has(2, "block"), ghosts.has(2, "state")) == (1, True, False)
     ghosts.clear()
     assert len(ghosts) == 0
@@ -180,7 +182,7 @@ def test_the_most_recent_are_remembered(capacity, calls):
             recent = [*recent, *keys][-capacity:] if capacity else []
             known_once |= set(keys)
         else:
-            ghosts.discard_states(keys)
+            ghosts.remove_states(keys)
         known = {key for key in range(10) if ghosts.has(key, "state")}
         most = max(most, len(keys))
         assert len(ghosts) == len(known) <= 2 * (capacity + most)

@@ -100,7 +100,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
         block = self.order[which % len(self.order)]
         slot = self.slots.cached_states.slot_of(block)
         if what == "use":
-            self.slots.cached_states.note_use(slot)
+            self.slots.cached_states.record_use(slot)
             self.order.remove(block)
             self.order.append(block)
         elif what == "drop":

@@ -146,7 +146,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 9))
     def use(self, block: int) -> None:
         if block in self.slots.cached_states.slot_of_block:
-            self.slots.cached_states.note_use(self.slots.cached_states.slot_of(block))
+            self.slots.cached_states.record_use(self.slots.cached_states.slot_of(block))
 
     @invariant()
     def every_state_is_its_own(self) -> None:
