@@ -215,6 +215,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self.slots.remove_rolling_states(tracks, len(crossed) + len(blocks))
         room = max(0, self.slots.num_available - len(blocks))  # the states of prompts come first
         self.slots.cached_states.remember_refused([tree.hash_of(block) for block, _ in crossed[room:]])
+        self.num_dropped += len(crossed[room:])
         del crossed[room:]
         slots = self.slots.reserve_slots([block for block, _ in crossed])
         try:

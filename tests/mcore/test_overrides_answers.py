@@ -74,6 +74,21 @@ def test_an_older_state_of_an_answer_stays_where_a_request_resumed_from_it() -> 
         host.check_idle()
 
 
+def test_a_state_of_an_answer_without_a_slot_counts_as_dropped() -> None:
+    with mambaslots.mcore.installed():
+        host = RecurrentHost(make_context())
+        first = host.add(PROMPT)
+        host.step()
+        allocator = host.context.mamba_slot_allocator
+        slots, before = allocator.slots, allocator.num_dropped
+        for slot in slots.cached_states.by_recency():
+            slots.pin(slot)
+        slots.allocate_live(slots.num_available)
+        while len(host.running[first].sequence) <= 4 * BLOCK:
+            host.step()
+        assert slots.cached_states.turnover.num_refused == allocator.num_dropped - before == 2
+
+
 def test_two_requests_with_one_answer_share_its_blocks() -> None:
     with mambaslots.mcore.installed():
         host = RecurrentHost(make_context())
@@ -159,4 +174,4 @@ def test_the_prompt_is_fetched_once_to_be_hashed() -> None:
 
 def test_another_way_of_hashing_is_noticed() -> None:
     prompt = torch.tensor(tokens(BLOCK + 3, seed=6))
-    assert RequestTrack(prompt, [123], BLOCK, tokens(BLOCK, seed=7)).keys(2) is None
+    assert RequestTrack(prompt, [123], BLOCK, tokens(BLOCK, seed=7)).hashes_to(2) is None

@@ -217,9 +217,10 @@ class PrefixCache:
         `resumes`: whether the sequence starts from another sequence's state, which counts as a use of the
         state.
         """
-        self.unpin_state(path)
-        self.slots.pin(slot)
-        path.state_slot = slot
+        self.slots.pin(slot)  # first: where the new pin is refused, the earlier one stays
+        former, path.state_slot = path.state_slot, slot
+        if former >= 0:
+            self.slots.unpin(former)
         if resumes:
             self.cached_states.record_use(slot)
 

@@ -105,7 +105,7 @@ def test_each_place_that_frees_memory_is_noted(
     kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the note of any one of them something is found."""
-    add = DirtyEntries.note
+    add = DirtyEntries.add
     function, _, entries_of = place.partition(" ")
     forgotten = []
 
@@ -136,7 +136,7 @@ def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytes
             if sys._getframe(1).f_code.co_name == "scrub":
                 clean(left, entries)
             else:
-                left.discard(entries)
+                left.remove(entries)
 
         monkeypatch.setattr(DirtyEntries, "clean", only_scrubs)
     else:

@@ -233,7 +233,7 @@ def test_too_small_an_engine_takes_what_fits(
     held = target.context.prefix_cache.slots
     assert (
         report.imported.states
-        == len(held.states.slot_of_block)
+        == len(held.cached_states.slot_of_block)
         <= held.num_slots
         == slots + target.config.max_requests
     )

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import KVBlockCapacityError, MambaSlotCapacityError
+from mambaslots.inference.contexts.cache.cached_states import CachedStates
 from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.paths import PathStep
@@ -254,6 +256,55 @@ def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
     cache.kv_blocks.evict_lru_blocks(2)
     assert cache.stats().num_free_slots == 4
     cache.check_integrity([])
+
+
+def test_a_refused_pin_keeps_the_pin_before_it(monkeypatch):
+    cache = PrefixCache(8, 4, SIZE)
+    cache.release(computed(cache, [1, 2, 3, 4], positions=[2, 4]))
+    path = opened(cache, [1, 2, 3, 4, 5])
+    first, second = (cache.cached_states.slot_of(block) for block in path.blocks[:2])
+    cache.pin_state(path, first, resumes=False)
+
+    def refuse(slot):
+        raise MemoryError("no memory for a pin")
+
+    monkeypatch.setattr(cache.slots, "pin", refuse)
+    with pytest.raises(MemoryError):
+        cache.pin_state(path, second, resumes=True)
+    assert (path.state_slot, dict(cache.slots.pins)) == (first, {first: 1})
+    monkeypatch.undo()
+    cache.pin_state(path, second, resumes=True)
+    cache.pin_state(path, second, resumes=True)  # the same again
+    assert (path.state_slot, dict(cache.slots.pins)) == (second, {second: 1})
+    cache.check_integrity([path])
+
+
+def test_an_error_in_the_removal_of_a_block_without_a_state_has_no_other_context():
+    def interrupted_at(line, frame, event, arg):
+        if frame.f_code is not CachedStates.remove.__code__ or event == "call":
+            return partial(interrupted_at, line)
+        lines.add(frame.f_lineno)
+        if event == "line" and frame.f_lineno == line:
+            raise KeyboardInterrupt
+        return partial(interrupted_at, line)
+
+    lines: set[int] = set()
+    left = {0}
+    while left:
+        cache = PrefixCache(4, 4, SIZE)
+        path = computed(cache, [1, 2, 3, 4], positions=[4])
+        line = left.pop()
+        former = sys.gettrace()
+        sys.settrace(partial(interrupted_at, line))
+        try:
+            cache.cached_states.remove(path.blocks[:2], "by_host")
+            assert line == 0
+            left = lines.copy()
+        except KeyboardInterrupt as error:
+            assert error.__context__ is None, f"line {line}"
+        finally:
+            sys.settrace(former)
+    assert len(lines) > 10
 
 
 def test_a_host_that_observes_does_not_take_the_states_place():
