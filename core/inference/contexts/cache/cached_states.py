@@ -229,7 +229,7 @@ def compute_spans(
 
 
 class MatchBasis(NamedTuple):
-    """What a match was asked for, and when it was right; `updated_match` writes it, and judges by it."""
+    """What a match was asked for, and when it was right; `match_prefix` writes it, and judges by it."""
 
     num_tokens: int = -1
     last_hash: int = 0  # hash of the last whole block
@@ -255,7 +255,7 @@ class PrefixMatch:
         seen_tokens: how far the sequence follows a known path, evicted blocks included.
         spans: why each token from `resume_tokens` to N is computed, in order and without gaps.
         basis: what was asked for, and when the match was right. No part of what the match says, and the only
-            attribute that is set later: by `updated_match`, where it returns the match again.
+            attribute that is set later: by `match_prefix`, where it returns the match again.
     """
 
     blocks: tuple[int, ...]
@@ -266,31 +266,20 @@ class PrefixMatch:
     basis: MatchBasis = field(default=MatchBasis(), compare=False, repr=False)
 
 
-def updated_match(
+def match_prefix(
     cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int],
     num_held: int, max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
-    # The blocks of `known` that are still there are not looked up again: only leaves are removed, and a block
-    # that was removed and came back is newer.
     tree, ghosts = cached_states.tree, cached_states.tree.ghosts
     hashes, size = chain.hashes, chain.block_size_tokens
     blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
     if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
-        since, blocks = known.basis.tree_version, known.blocks
-        no_lapse = known.basis.num_lapses == ghosts.num_lapses
-        if no_lapse:  # what was seen is there, or a ghost
-            num_seen = known.seen_tokens // size
-        if blocks and not tree.is_current(blocks[-1], since):
-            blocks = blocks[: bisect_left(blocks, True, key=lambda block: not tree.is_current(block, since))]
-        elif (
-            no_lapse
-            and num_tokens == known.basis.num_tokens
-            and known.basis.state_version == cached_states.version
-            and not (len(blocks) < whole and hashes[len(blocks)] in tree.block_of_hash)
-            and not (num_seen < whole and ghosts.has(hashes[num_seen], "block"))
-        ):
+        if _is_unchanged(known, cached_states, chain, num_tokens):
             return known
+        blocks = _registered_still(known, tree)
+        if known.basis.num_lapses == ghosts.num_lapses:  # what was seen is there, or a ghost
+            num_seen = known.seen_tokens // size
     first = len(blocks)
     if first < whole and hashes[first] in tree.block_of_hash:
         parent = blocks[-1] if blocks else chain.root
@@ -332,6 +321,33 @@ def _is_prefix_of(
     if basis.num_held != num_held or basis.max_resume_tokens != limit or basis.num_tokens > num_tokens:
         return False
     return basis.last_hash == _last_hash(chain, basis.num_tokens)
+
+
+def _is_unchanged(
+    known: PrefixMatch, cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int
+) -> bool:
+    """Whether a match of the same sequence would be found again; O(1)."""
+    tree, ghosts, basis = cached_states.tree, cached_states.tree.ghosts, known.basis
+    next_hash, next_unseen = (
+        chain.hashes[count] if count < num_tokens // chain.block_size_tokens else 0
+        for count in (len(known.blocks), known.seen_tokens // chain.block_size_tokens)
+    )
+    return (
+        num_tokens == basis.num_tokens
+        and basis.state_version == cached_states.version
+        and basis.num_lapses == ghosts.num_lapses
+        and not (known.blocks and not tree.is_current(known.blocks[-1], basis.tree_version))
+        and next_hash not in tree.block_of_hash
+        and not ghosts.has(next_unseen, "block")
+    )
+
+
+def _registered_still(known: PrefixMatch, tree: BlockTree) -> tuple[int, ...]:
+    """The blocks of a match that are registered since: only leaves are removed, one that returns is newer."""
+    blocks, since = known.blocks, known.basis.tree_version
+    if not blocks or tree.is_current(blocks[-1], since):
+        return blocks
+    return blocks[: bisect_left(blocks, True, key=lambda block: not tree.is_current(block, since))]
 
 
 def _deepest_state(cached_states: CachedStates, blocks: tuple[int, ...], start: int, stop: int) -> int:

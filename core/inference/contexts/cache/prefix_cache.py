@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ....validation import INT32_MAX, boolean, integer
 from .block_tree import BlockTree
 from .borrowing import Borrowing
-from .cached_states import PrefixMatch, Span, updated_match
+from .cached_states import PrefixMatch, Span, match_prefix
 from .checkpoint_plan import CheckpointPlan
 from .cleaning import MemoryCleaner
 from .eviction import PolicyChoice, checked_policy
@@ -122,9 +122,7 @@ class PrefixCache:
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
         blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
-        return updated_match(
-            self.cached_states, chain, num_tokens, blocks, num_held, max_resume_tokens, known
-        )
+        return match_prefix(self.cached_states, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""
