@@ -55,7 +55,7 @@ import torch
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.kv_block_allocator import KVBlockAllocator
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
 from mambaslots.state_spec import HybridStateSpec
 from support import stock_host as stock_host
 from support.command_line import add_count, make_parser

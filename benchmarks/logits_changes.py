@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from mambaslots.inference.contexts.request import ScheduledRequest
+    from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {},
@@ -82,7 +82,7 @@ def _steps(rows: int, settings: dict[str, Any]) -> "Sequence[ScheduledRequest]":
     """A decode of each request, whose prompt has 1,000 tokens."""
     import mambaslots as ms
     from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-    from mambaslots.inference.contexts.request import DynamicInferenceRequest
+    from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
 
     params = ms.SamplingParams(max_tokens=4096, temperature=0.7, top_p=0.95, **settings)
     prompts = [[(7 * i + row) % 4000 for i in range(1000)] for row in range(rows)]
@@ -94,7 +94,7 @@ def _steps(rows: int, settings: dict[str, Any]) -> "Sequence[ScheduledRequest]":
 
 
 def _decode(request: Any) -> "ScheduledRequest":
-    from mambaslots.inference.contexts.request import ScheduledRequest
+    from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 
     nothing: Any = SimpleNamespace(path=None)
     length = len(request.tokens)

@@ -10,7 +10,7 @@ import torch
 
 from .config import InferenceConfig
 from .engine_sizes import context_length, largest_fitting_config, served_dtype
-from .inference.contexts.request import GeneratedToken
+from .inference.contexts.dynamic_request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream
 from .loaded_model import LoadedModel, load

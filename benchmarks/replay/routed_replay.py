@@ -10,7 +10,7 @@ from statistics import fmean
 import msgspec
 from mambaslots.config import InferenceConfig
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_publisher import StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mambaslots.config import DURABLE_DTYPES
-from mambaslots.inference.contexts.states import StatePool, coded_tensors
+from mambaslots.inference.contexts.request_states import StatePool, coded_tensors
 from mambaslots.inference.kernels.state_copy import decode_states, encode_states
 from mambaslots.state_spec import StateTensor, durable_tensors, gated_delta_net_states, mamba2_states
 from support.graph_timing import graph_us

@@ -8,7 +8,7 @@ from .checks import check_model_and_engine
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:
-    from ..inference.contexts.request import GeneratedToken
+    from ..inference.contexts.dynamic_request import GeneratedToken
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
     from ..inference.engines.streams import TokenStream
     from ..loaded_model import LoadedModel

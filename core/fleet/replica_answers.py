@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..errors import KVBlockCapacityError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
-from ..inference.contexts.request import GeneratedToken
+from ..inference.contexts.dynamic_request import GeneratedToken
 from ..inference.engines.streams import Answer
 from ..net.routing.state_router import RouteRequest
 from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams

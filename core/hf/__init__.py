@@ -1,8 +1,9 @@
 """Models of transformers, served: `mambaslots.hf.load(folder_or_name)`. Needs the extra `mambaslots[hf]`.
 
-load, weight_files, weights, text    a model's config, tensors and tokenizer; weights go to their modules
+load, text                           a model's config and tokenizer
+weight_files, weight_sources         its tensors, and the modules to which they go
 architectures, served_model          which architectures are served, and such a model as an engine calls it
-current_step, mixers                 a step's sequences while the model runs; mixers that read cached states
+current_step, mixer_forwards         a step's sequences while the model runs; mixers that read cached states
 interfaces                           the attention and experts that transformers calls
 fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
 moved_hooks                          private parts of transformers that another version lacks

@@ -29,7 +29,7 @@ from ..state_spec import (
 from .current_step import CurrentStep
 from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
-from .mixers import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
+from .mixer_forwards import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
 
 if TYPE_CHECKING:

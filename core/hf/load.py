@@ -13,7 +13,7 @@ from .architectures import restore_buffers, skeleton
 from .served_model import ServedModel
 from .split import ModelSplit
 from .weight_files import weight_block_size
-from .weights import load_weights
+from .weight_sources import load_weights
 
 _MAX_LAYERS = 10_000
 

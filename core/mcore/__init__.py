@@ -8,10 +8,10 @@ versions                             which sources of the host are known
 overrides, host_record               how one method is replaced; what is remembered of one host context
 built_contexts                       the contexts of this process, and their figures
 slot_allocator                       our allocator as the host's context holds it
-admission, mixer, gated_delta_net, cached_answers, lifecycle, stages
+prefill_chunks, mixer, gated_delta_net, cached_answers, lifecycle, stages
                                      the corrections: prefills, the recurrent layers, answers, resets,
                                      pipeline stages
-self_test, recurrence                what is asked of a host whose sources are not known; import megatron-core
+reproductions, recurrence            what is asked of a host whose sources are not known; import megatron-core
 """
 
 from typing import TYPE_CHECKING

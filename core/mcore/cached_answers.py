@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan, checked_boundaries
 from ..inference.contexts.cache.state_slots import StateSlots
-from .admission import adopt_twin
 from .host_record import RequestTrack, record_of
 from .overrides import override
+from .prefill_chunks import adopt_twin
 from .versions import DYNAMIC_CONTEXT
 
 
@@ -125,10 +125,8 @@ class AnswerStates:
 
     def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
-        boundary = self._boundary(crossing)
-        rolls = (
-            self._slots.cached_states.slot_of(block) == slot and boundary is not None and not boundary.keeps
-        )
+        boundary, cached_slot = self._boundary(crossing), self._slots.cached_states.slot_of(block)
+        rolls = cached_slot == slot and boundary is not None and not boundary.keeps
         self._slots.remove_rolling(track)
         if rolls:
             track.rolling_block = block

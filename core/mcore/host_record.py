@@ -11,7 +11,7 @@ from torch import Tensor
 from ..inference.contexts.cache.block_tree import GhostList
 from ..inference.contexts.cache.cached_states import Span
 from ..inference.contexts.cache.pool_stats import ComputeReason, SlotCounts, StateRemovalCause, Turnover
-from ..inference.contexts.request import TokenLedger
+from ..inference.contexts.dynamic_request import TokenLedger
 from .versions import INFERENCE_REQUEST
 
 

@@ -18,7 +18,7 @@ from ..inference.contexts.cache.eviction import EvictionPolicy, PolicyChoice, ch
 from ..named_policies import shown_plan
 from ..validation import boolean, instance, refused, shown
 from ..version import VERSION
-from . import admission, cached_answers, gated_delta_net, lifecycle, mixer, stages
+from . import cached_answers, gated_delta_net, lifecycle, mixer, prefill_chunks, stages
 from .built_contexts import built_contexts, refuse_to_serve
 from .overrides import (
     ADDITIONS,
@@ -42,7 +42,7 @@ from .versions import (
 )
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
-CORRECTIONS = (admission, cached_answers, gated_delta_net, lifecycle, mixer, stages)
+CORRECTIONS = (cached_answers, gated_delta_net, lifecycle, mixer, prefill_chunks, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
 _logger = logging.getLogger(__package__)
@@ -166,7 +166,7 @@ def _replace_all(methods: dict[Override, Any]) -> None:
 def _self_test_host(version: str, unknown: list[str]) -> None:
     """Provoke the faults on a host whose sources are not known; UnknownHostError where one is there."""
     try:
-        failures = importlib.import_module(f"{__package__}.self_test").failures()
+        failures = importlib.import_module(f"{__package__}.reproductions").failures()
     except Exception as error:
         failures = [f"it does not start ({type(error).__name__}: {error})"]
     methods = "; ".join(unknown)

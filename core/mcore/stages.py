@@ -32,9 +32,8 @@ class Stage:
 
     @property
     def has_mamba(self) -> bool:
-        return bool(
-            self.state_config and self.state_config.conv_states_shape and _recurrent_layers(self.state_config)
-        )
+        config = self.state_config
+        return bool(config and config.conv_states_shape and _recurrent_layers(config))
 
 
 def _recurrent_layers(state_config: Any) -> int:
@@ -129,9 +128,8 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
     _check(config, stages)
     budget = max(0, min(stage.state_budget_gb for stage in with_states)) or None
     if not stages[rank].has_mamba:
-        state_config = _with(
-            with_states[0].state_config, layer_type_list=stages[rank].state_config.layer_type_list
-        )
+        layers = stages[rank].state_config.layer_type_list
+        state_config = _with(with_states[0].state_config, layer_type_list=layers)
         return _with(
             config,
             mamba_inference_state_config=state_config,

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
-from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from ..request import FinishReason, RequestResult
 from ..validation import ceil_div
 from .advice import differences, why_not_deeper

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
-from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult

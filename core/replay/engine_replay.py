@@ -10,7 +10,7 @@ from ..config import InferenceConfig
 from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.cache.pool_stats import NANOSECONDS
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
-from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.scheduler import Scheduler
 from ..request import SamplingParams
 from ..state_spec import HybridStateSpec

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
+from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
 from ..request import RequestResult
@@ -110,10 +110,8 @@ class TraceRecorder:
         chain = request.chain.fork()
         chain.extend_to(request.tokens)
         hashes = [
-            hashlib.blake2b(
-                prefix_hash.to_bytes(8, "big"), key=self._key, digest_size=_HASH_BYTES
-            ).hexdigest()
-            for prefix_hash in chain.hashes
+            hashlib.blake2b(each.to_bytes(8, "big"), key=self._key, digest_size=_HASH_BYTES).hexdigest()
+            for each in chain.hashes
         ]
         whole = num_prompt // self._block_size
         line = {

@@ -144,6 +144,5 @@ def _check_length(name: str, hashes: Hashes, accepted: Sequence[int]) -> None:
 
 
 def _numbers(hashes: Hashes, numbers: HashNumbers) -> Numbers:
-    return np.fromiter(
-        (numbers.setdefault(prefix_hash, len(numbers)) for prefix_hash in hashes), np.int64, len(hashes)
-    )
+    found = (numbers.setdefault(prefix_hash, len(numbers)) for prefix_hash in hashes)
+    return np.fromiter(found, np.int64, len(hashes))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..inference.contexts.request import GeneratedToken
+from ..inference.contexts.dynamic_request import GeneratedToken
 from ..text import TextCodec
 
 

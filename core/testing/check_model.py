@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import MAX_SPECULATIVE_TOKENS, InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.contexts.request import Batch
+from ..inference.contexts.dynamic_request import Batch
 from ..inference.contexts.step_inputs import StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model

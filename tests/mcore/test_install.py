@@ -22,7 +22,7 @@ from mambaslots.mcore.built_contexts import built_contexts
 from mambaslots.mcore.installation import describe_outlook
 from mambaslots.mcore.overrides import NOT_SELF_TESTED, REGISTRY, Override, overrides_for, owner_class
 from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
-from mambaslots.mcore.self_test import REPRODUCTIONS
+from mambaslots.mcore.reproductions import REPRODUCTIONS
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore_rig import cpu_as_gpu
 from megatron.core.inference.contexts import dynamic_context, mamba_slot_allocator
@@ -300,7 +300,7 @@ def interrupted() -> list[str]:
 def test_a_self_test_that_is_interrupted_leaves_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {name: hashes for name, hashes in versions.KNOWN_SOURCES.items() if "add_request" not in name}
     monkeypatch.setattr("mambaslots.mcore.overrides.KNOWN_SOURCES", known)
-    monkeypatch.setattr("mambaslots.mcore.self_test.failures", interrupted)
+    monkeypatch.setattr("mambaslots.mcore.reproductions.failures", interrupted)
     before = host_methods()
     with pytest.raises(KeyboardInterrupt):
         mambaslots.mcore.install()

@@ -8,7 +8,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.agreement import Agreement, DisagreementError
 from oracle.budget import is_quick

@@ -11,7 +11,11 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import (
+    Allocation,
+    DynamicInferenceRequest,
+    ScheduledRequest,
+)
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.validation import LONGEST_TIMEOUT_S, instance, integer, real
 from torch.distributed import Store  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from oracle.serving import small_model
 
 BLOCK = 8

@@ -12,7 +12,7 @@ from itertools import islice
 
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.pins import PinnedPrefix
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from mambaslots.monitor import Monitor
 
 from .toy_answers import Answer, Ask, answer, prompt_log_probs

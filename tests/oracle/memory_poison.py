@@ -7,7 +7,7 @@ import mambaslots as ms
 import torch
 from mambaslots.devices import tensor_on
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import Allocation, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import Allocation, ScheduledRequest
 from mambaslots.inference.engines.step_runner import StepRunner
 from torch import Tensor
 from torch.nn import functional

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mambaslots as ms
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 
 
 class Recorder:

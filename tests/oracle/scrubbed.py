@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mambaslots as ms
 import torch
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from oracle.memory_poison import free_memory
 
 

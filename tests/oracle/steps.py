@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from mambaslots.inference.contexts.states import StatePool
+from mambaslots.inference.contexts.request_states import StatePool
 from mambaslots.inference.contexts.step_inputs import Checkpoints, PrefillChunks, StepInputs, StepShape
 from mambaslots.state_spec import HybridStateSpec
 from torch import Tensor

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from mambaslots import state_spec
 from mambaslots.inference.contexts import device_memory
-from mambaslots.inference.contexts.request import ScheduledRequest
-from mambaslots.inference.kernels.reference.state_copy import dequantise, quantise
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
+from mambaslots.inference.kernels.reference.torch_state_copy import dequantise, quantise
 from mambaslots.state_spec import SCALES, EncodedTensor, StateTensor, durable_tensors
 from numpy.typing import NDArray
 from oracle.recurrent_lm import RecurrentLM, log_sum_exp

@@ -134,7 +134,7 @@ def test_a_package_imports_only_what_its_row_names() -> None:
         ("net.routing.state_router", "inference.engines.step_runner"),
         ("net.lockstep.rank_connections", "net.transfer.exports"),
         ("net.lockstep.rank_connections", "inference.kernels.state_copy"),
-        ("inference.kernels.reference.conv", "inference.contexts.states"),
+        ("inference.kernels.reference.torch_conv", "inference.contexts.request_states"),
     ],
 )
 def test_an_import_that_the_table_does_not_name_is_noticed(module: str, imported: str) -> None:

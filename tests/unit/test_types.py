@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import assert_type
 
 import mambaslots as ms
-from mambaslots.inference.contexts.request import GeneratedToken
+from mambaslots.inference.contexts.dynamic_request import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate
 
 

@@ -1,9 +1,10 @@
 """One step of all running requests: their rows, the memory they hold, and what the model reads.
 
-request, admission                   a request, and how it gets a row, a live slot and blocks
+dynamic_request, admission           a request, and how it gets a row, a live slot and blocks
 step_inputs, step_builder            what a model reads, prefills in chunks; the one buffer it crosses in
 padding                              the sizes that steps are padded to
-states, device_memory, pool_sizes    where each state is; the tensors of the pools, and how large they are
+request_states, device_memory        where each state is; the tensors of the pools
+pool_sizes                           how large the pools are
 input_pages                          inputs of decodes by replay
 tier_copies, state_files             the bytes of the tiers: pinned host memory, and files
 dynamic_context                      all of it: schedule, begin_step, end_step

@@ -12,10 +12,10 @@ from .cache.cached_states import PrefixMatch
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
+from .dynamic_request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .input_pages import PageTable
 from .pool_sizes import num_live_slots
-from .request import Allocation, DynamicInferenceRequest, ScheduledRequest
-from .states import RequestStates
+from .request_states import RequestStates
 
 
 class Admission:

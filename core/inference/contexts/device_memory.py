@@ -15,7 +15,7 @@ from .cache.cleaning import DirtyEntries, MemoryCleaner
 from .cache.memory import ALIGNMENT, UnitSizes
 from .input_pages import input_bytes, input_shapes, page_offsets
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots
-from .states import StatePool, zeroed
+from .request_states import StatePool, zeroed
 
 MEBIBYTE = 1 << 20
 

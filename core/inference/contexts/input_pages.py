@@ -10,7 +10,7 @@ import torch
 from ...config import InferenceConfig
 from ...state_spec import ALIGNMENT, HybridStateSpec
 from .cache.kv_block_allocator import KVBlockAllocator
-from .request import Allocation, ScheduledRequest
+from .dynamic_request import Allocation, ScheduledRequest
 
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 

@@ -292,9 +292,7 @@ class MambaSlotAllocator:
             raise ValueError(f"slots is {slots}; accepted: distinct slots")
         for slot in slots:
             self._check_writable(slot)
-        self._host_states.keep_live(
-            [self._host_states.live_slot(request) for request in request_indices], slots
-        )
+        self._host_states.keep_live(list(map(self._host_states.live_slot, request_indices)), slots)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the state of `block_id` into the request's live slot, which counts as a use of the state.

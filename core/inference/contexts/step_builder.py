@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...config import InferenceConfig
 from .device_memory import DeviceMemory
-from .request import Batch
-from .states import RequestStates
+from .dynamic_request import Batch
+from .request_states import RequestStates
 from .step_inputs import (
     INDEX_FIELDS,
     Checkpoints,

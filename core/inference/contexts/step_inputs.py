@@ -9,8 +9,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ..kernels.operands import AttentionRows
-from .request import Batch
-from .states import StatePool
+from .dynamic_request import Batch
+from .request_states import StatePool
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -15,8 +15,8 @@ from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum
 from .cache.tier import HostTier, StateCopies
 from .pool_sizes import GIGABYTE
+from .request_states import StatePool
 from .state_files import StateFiles
-from .states import StatePool
 
 NUM_STAGED = 2
 """Staging places on the device, so that no step waits for the bus."""

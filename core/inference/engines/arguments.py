@@ -16,7 +16,7 @@ from ...validation import as_list, instance, integer, integers, refused, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, given_key, salt_bytes
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import NO_ID, DynamicInferenceRequest
+from ..contexts.dynamic_request import NO_ID, DynamicInferenceRequest
 from .drafter import Drafter, NgramDrafter
 
 Prompt = Sequence[int] | Tensor

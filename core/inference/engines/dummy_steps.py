@@ -11,8 +11,8 @@ from ...request import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from ..contexts.padding import MAX_PADDING, rung
-from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
 from ..contexts.step_inputs import StepShape
 from .model_protocol import Model
 

@@ -14,8 +14,8 @@ from ...validation import INT64_MAX, boolean, instance, integer, one_of, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.dynamic_request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from ..contexts.pool_sizes import with_total_gb
-from ..contexts.request import NO_ID, DynamicInferenceRequest, GeneratedToken
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, prompts_with
 from .drafter import Drafter
 from .engine_core import CoreCall, EngineCore

@@ -22,7 +22,7 @@ from ...request import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import Batch, DynamicInferenceRequest
+from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
 from .model_protocol import Model

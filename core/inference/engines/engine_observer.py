@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ...request import RequestResult
 from ...validation import brief_repr, refused, shown
-from ..contexts.request import Batch, DynamicInferenceRequest, GeneratedToken, ScheduledRequest
+from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ..contexts.request import DynamicInferenceRequest, ScheduledRequest
+from ..contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from ..kernels.kernel_set import runs_triton
-from ..kernels.reference import penalties
+from ..kernels.reference import torch_penalties
 
 Row = tuple[ScheduledRequest, int]
 """A row of logits: its scheduled request, and how many drafts of the request are before the row."""
@@ -65,7 +65,7 @@ class LogitsChanges:
         self._counted: dict[DynamicInferenceRequest, _Counted] = {}
         self._changes: _Changes | None = None  # of the last step
         self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
-        self._apply_penalties = penalties.penalize
+        self._apply_penalties = torch_penalties.penalize
         if runs_triton(device):
             from ..kernels.penalties import penalize
 

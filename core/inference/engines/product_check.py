@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
+from ..contexts.dynamic_request import DynamicInferenceRequest
 from ..contexts.padding import rungs
-from ..contexts.request import DynamicInferenceRequest
 from ..contexts.step_inputs import StepShape
 from .dummy_steps import DummySteps
 from .model_protocol import Model

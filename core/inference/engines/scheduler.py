@@ -10,7 +10,7 @@ from ..contexts.cache.cached_states import PrefixMatch
 from ..contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..contexts.cache.prefix_cache import PrefixCache
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.request import Allocation, DynamicInferenceRequest, ScheduledRequest
+from ..contexts.dynamic_request import Allocation, DynamicInferenceRequest, ScheduledRequest
 from .drafter import Drafter
 
 _MAX_AWAITING = 128  # so many waiting requests await a state in a step, before no further one is looked at

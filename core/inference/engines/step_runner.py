@@ -13,13 +13,13 @@ from torch import Tensor
 from ...devices import tensor_on
 from ...request import SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
+from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, GeneratedToken
 from ..contexts.padding import padded_to_ladder
-from ..contexts.request import Batch, DynamicInferenceRequest, GeneratedToken
 from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.operands import WHOLE, TokenDraw
-from ..kernels.reference import token_draws
+from ..kernels.reference import torch_token_draws
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens
@@ -274,7 +274,7 @@ def _draws_for(logits: Tensor) -> Callable[[Tensor, Tensor, Tensor, Sequence[Tok
         from ..kernels.token_draws import draw_tokens
 
         return draw_tokens
-    return token_draws.draw_tokens
+    return torch_token_draws.draw_tokens
 
 
 def _uniform(seed: int, position: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from ...request import EarlyEnd, FinishReason, PromptFigures, RequestResult
-from ..contexts.request import DynamicInferenceRequest, GeneratedToken
+from ..contexts.dynamic_request import DynamicInferenceRequest, GeneratedToken
 
 
 class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):

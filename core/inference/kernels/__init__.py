@@ -16,6 +16,6 @@ penalties, token_draws, log_probs            logits lowered by counts of tokens;
 state_copy, row_checksum                     whole states: copied and encoded, checked
 state_move, state_codec                      the launches of `state_copy`
 tiles                                        what several kernels do
-reference/                                   conv, ssd, delta, attention, penalties, token_draws, state_copy,
+reference/torch_*                            conv, ssd, delta, attention, penalties, token_draws, state_copy,
                                              pointwise (norms, gates, the head); chunks
 """

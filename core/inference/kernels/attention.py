@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on a GPU; the reference is `reference.attention`.
+"""Attention over the paged KV cache on a GPU; the reference is `torch_attention`.
 
 FlashAttention-3 (arXiv 2407.08608), of the package tokenspeed-fa3, where it accepts the cache, else torch
 operations on segments of the cache with a running softmax (arXiv 1805.02867), whose memory is bounded.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .operands import AttentionRows, compute_dtype
-from .reference.attention import score_scale
+from .reference.torch_attention import score_scale
 
 if TYPE_CHECKING:
     from .attention_segments import SegmentRows
@@ -211,7 +211,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def paged_attention(
     query: Tensor, kv_cache: Tensor, rows: AttentionRows, *, scale: float | None = None
 ) -> Tensor:
-    """As `reference.attention.paged_attention`; FlashAttention-3 rounds queries to the dtype of the cache.
+    """As `torch_attention.paged_attention`; FlashAttention-3 rounds queries to the dtype of the cache.
 
     It multiplies rows of a block that were never written by 0: they must be finite, as `write_kv` makes them.
     """

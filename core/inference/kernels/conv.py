@@ -1,6 +1,6 @@
 """The causal convolution of mixers in Triton: packed prefill and decode; `conv_replay` has decode by replay.
 
-The references are the functions of the same names in `reference.conv`. Every output is the same chain of
+The references are the functions of the same names in `torch_conv`. Every output is the same chain of
 fused multiply-adds over the same taps in float32 in every kernel, wherever its row was cut: a cached, an
 uncached and a replaying run get equal bits. Tensors have any strides.
 """
@@ -26,7 +26,7 @@ def causal_conv1d_prefill(
     checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.conv.causal_conv1d_prefill`. The slot of a checkpoint is no row's source."""
+    """As `torch_conv.causal_conv1d_prefill`. The slot of a checkpoint is no row's source."""
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -48,7 +48,7 @@ def causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
     destinations: Tensor, *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.conv.causal_conv1d_update`."""
+    """As `torch_conv.causal_conv1d_update`."""
     rows, tokens, conv_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](

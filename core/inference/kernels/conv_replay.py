@@ -1,6 +1,6 @@
 """The causal convolution of decode by replay in Triton, with the bits of the kernels in `conv`.
 
-The references are the functions of the same names in `reference.conv`. Rings are contiguous in each row.
+The references are the functions of the same names in `torch_conv`. Rings are contiguous in each row.
 """
 
 # mypy: disable-error-code="assignment"
@@ -22,7 +22,7 @@ def causal_conv1d_replay(
     input_rows: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.conv.causal_conv1d_replay`; a ValueError where a slot's ring is not contiguous."""
+    """As `torch_conv.causal_conv1d_replay`; a ValueError where a slot's ring is not contiguous."""
     rows, tokens, conv_dim = x.shape
     check_slots(conv_inputs=conv_inputs)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -42,7 +42,7 @@ def keep_conv_inputs(
     x: Tensor, conv_states: Tensor, conv_inputs: Tensor, input_rows: Tensor, starts: Tensor, sources: Tensor,
     query_start_loc: Tensor,
 ) -> None:  # fmt: skip
-    """As `reference.conv.keep_conv_inputs`; a ValueError where the rings are not contiguous in each slot."""
+    """As `torch_conv.keep_conv_inputs`; a ValueError where the rings are not contiguous in each slot."""
     rows, conv_dim, width = input_rows.shape[0], x.shape[1], conv_states.shape[-1]
     check_slots(conv_inputs=conv_inputs)
     keep_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](

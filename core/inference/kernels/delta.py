@@ -1,4 +1,4 @@
-"""The gated delta rule of a step in Triton, by pool slots; the reference is `reference.delta`.
+"""The gated delta rule of a step in Triton, by pool slots; the reference is `torch_delta`.
 
     stage of a prefill                     function
     normalised keys and queries            delta_operands
@@ -284,7 +284,7 @@ def gated_delta_rule_update(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
     destinations: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As `reference.delta.gated_delta_rule_update`; the state stays in float32 between a call's tokens."""
+    """As `torch_delta.gated_delta_rule_update`; the state stays in float32 between a call's tokens."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype, device=v.device)
@@ -379,7 +379,7 @@ def gated_delta_rule_scan(
     destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
+    """As `torch_delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
 
     Products multiply numbers of the dtype of v, float32 exactly or in three TF32 products. The same inputs
     and cuts give the same bits whichever rows share the batch and, in a float32 pool, however the cuts are

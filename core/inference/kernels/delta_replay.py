@@ -1,4 +1,4 @@
-"""The gated delta rule of decode by replay in Triton; the reference is `reference.delta`.
+"""The gated delta rule of decode by replay in Triton; the reference is `torch_delta`.
 
 A request keeps its state at the last grid point, and of the tokens since: keys, values, gates, new values,
 and the rows of the inverse of its chunk's triangular system. A row of a chunk depends on earlier rows only.
@@ -56,7 +56,7 @@ def gated_delta_rule_replay(
     destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
     raw: RawTokens | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
+    """As `torch_delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
     rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     kept = k_inputs, v_inputs, g_inputs, beta_inputs
@@ -91,7 +91,7 @@ def complete_delta_chunks(
     inverses: Tensor, input_rows: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int, *,
     pages: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `reference.delta.complete_delta_chunks`, in one launch for all layers."""
+    """As `torch_delta.complete_delta_chunks`, in one launch for all layers."""
     rows, (layers, _, heads, key_dim, value_dim) = input_rows.shape[0], states.shape
     pools = k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states
     blocks = completion_blocks(key_dim, value_dim)
@@ -110,7 +110,7 @@ def keep_delta_inputs(
     g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
     input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `reference.delta.keep_delta_inputs`, in two launches."""
+    """As `torch_delta.keep_delta_inputs`, in two launches."""
     kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
     tails = NewRows(input_rows, page_table(pages, input_rows), tail_starts, query_start_loc)
     _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, tails, chunk_size, None, tails=True)

@@ -1,6 +1,6 @@
 """Activations and gates in Triton, one launch each; none synchronises.
 
-The references are the functions of the same names in `reference.pointwise`. Gates are often slices of a wider
+The references are the functions of the same names in `torch_pointwise`. Gates are often slices of a wider
 projection.
 """
 
@@ -14,17 +14,17 @@ NUM_WARPS = 4
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """As `reference.pointwise.relu_squared`."""
+    """As `torch_pointwise.relu_squared`."""
     return _activated(x, x, x.dtype, "relu squared")
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """As `reference.pointwise.silu_mul`; views whose last dimension is dense are not copied."""
+    """As `torch_pointwise.silu_mul`; views whose last dimension is dense are not copied."""
     return _activated(up, gate, gate.dtype, "silu")
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """As `reference.pointwise.sigmoid_mul`; views whose last dimension is dense are not copied."""
+    """As `torch_pointwise.sigmoid_mul`; views whose last dimension is dense are not copied."""
     return _activated(x, gate, x.dtype, "sigmoid")
 
 
@@ -98,7 +98,7 @@ def activation_kernel(
 def time_steps(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, shortest: float = 0.0, longest: float = float("inf")
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.pointwise.time_steps`, in float32; dt is a view with any strides."""
+    """As `torch_pointwise.time_steps`, in float32; dt is a view with any strides."""
     tokens, heads = dt.shape
     steps = torch.empty(tokens, heads, dtype=torch.float32, device=dt.device)
     A = torch.empty(heads, dtype=torch.float32, device=dt.device)
@@ -170,7 +170,7 @@ def time_steps_kernel(
 def delta_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, doubled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.pointwise.delta_gates`, in float32; a and b are views with any strides."""
+    """As `torch_pointwise.delta_gates`, in float32; a and b are views with any strides."""
     if a.dim() == 2:
         a, b = a[:, None], b[:, None]
     tokens, outer, inner = a.shape

@@ -1,6 +1,6 @@
 """RMS norms in one Triton launch: of the residual stream, of mixers with their gates, of queries and keys.
 
-The references are the functions of the same names in `reference.pointwise`. Nothing synchronises, and a row
+The references are the functions of the same names in `torch_pointwise`. Nothing synchronises, and a row
 has the same bits in every batch: a program's tile follows from the model's shape alone.
 """
 
@@ -18,7 +18,7 @@ MAX_WARPS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """As `reference.pointwise.rms_norm`. Views whose last dimension is dense are not copied."""
+    """As `torch_pointwise.rms_norm`. Views whose last dimension is dense are not copied."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(out, None, x, None, weight, eps, offset)
     return out
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
 def add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.pointwise.add_rms_norm`, with the promises of `rms_norm`."""
+    """As `torch_pointwise.add_rms_norm`, with the promises of `rms_norm`."""
     total, out = (torch.empty(x.shape, dtype=residual.dtype, device=x.device) for _ in range(2))
     _launch_norm(out, total, x, residual, weight, eps, offset)
     return total, out
@@ -90,7 +90,7 @@ _TILE_ELEMENTS = 2048
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """As `reference.pointwise.gated_rms_norm`; a ValueError where a last stride is not 1."""
+    """As `torch_pointwise.gated_rms_norm`; a ValueError where a last stride is not 1."""
     by_group = (groups, 1, -1)
     out = _gated_norm(
         torch.unflatten(x, -1, by_group), torch.unflatten(gate, -1, by_group), weight, eps, gate_first=True
@@ -99,7 +99,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.pointwise.rms_norm_gated`; a ValueError where a last stride is not 1."""
+    """As `torch_pointwise.rms_norm_gated`; a ValueError where a last stride is not 1."""
     heads = gate.shape[1:3] if gate.dim() == 4 else (1, gate.shape[1])
     gates = gate if gate.dim() == 4 else gate[:, None]
     return _gated_norm(torch.unflatten(x, 1, heads), gates, weight, eps, gate_first=False)
@@ -174,7 +174,7 @@ def qk_norm_rotary(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor | None = None,
     key_weight: Tensor | None = None, eps: float = 0.0, *, offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `reference.pointwise.qk_norm_rotary`; heads may be slices whose last dimension is dense."""
+    """As `torch_pointwise.qk_norm_rotary`; heads may be slices whose last dimension is dense."""
     tokens, query_heads, dim = query.shape
     key_heads, rotary = key.shape[1], cos.shape[-1]
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

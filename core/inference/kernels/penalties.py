@@ -9,7 +9,7 @@ BLOCK = 4096
 
 
 def penalize(logits: Tensor, counts: Tensor, count_rows: Tensor, settings: Tensor) -> Tensor:
-    """As `reference.penalties.penalize`; does not synchronise."""
+    """As `torch_penalties.penalize`; does not synchronise."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=settings.dtype, device=logits.device)

@@ -1,4 +1,4 @@
-"""Mamba-2's scan and decode in Triton, by pool slots; the reference is `reference.ssd`.
+"""Mamba-2's scan and decode in Triton, by pool slots; the reference is `torch_ssd`.
 
 The scan runs the stages of `ssd_stages`. None chooses its tiles by timing them, and all add in one order.
 Products multiply numbers of the model's dtype, of float16 widened, and add in float32, as mamba_ssm and
@@ -21,7 +21,7 @@ def selective_state_update(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
     sources: Tensor, destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.ssd.selective_state_update`; the state stays in float32 between the tokens of a call."""
+    """As `torch_ssd.selective_state_update`; the state stays in float32 between the tokens of a call."""
     rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -106,7 +106,7 @@ def ssd_chunk_scan(
     sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
     row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.ssd.ssd_chunk_scan`, in four launches; a ValueError where a last stride is not 1.
+    """As `torch_ssd.ssd_chunk_scan`, in four launches; a ValueError where a last stride is not 1.
 
     The same inputs and cuts give the same bits whichever rows share the batch and, in a float32 pool, however
     the cuts are spread over calls.

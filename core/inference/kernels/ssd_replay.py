@@ -1,6 +1,6 @@
 """Mamba-2's decode by replay: rows of the SSD scan, from a chunk's first state and the inputs since.
 
-The reference is `reference.ssd`. A recurrent update rounds otherwise than the scan does. A decode by replay
+The reference is `torch_ssd`. A recurrent update rounds otherwise than the scan does. A decode by replay
 does what `chunk_scores`, `chunk_scan` and `ssd_states` do for the same tokens: the same products over the
 same operands, added in the same order, so that its results have the same bits. Tensor cores add over K in an
 order that no tile's side changes. numpy in Triton's interpreter does not; there the tiles are the scan's.
@@ -37,7 +37,7 @@ def ssd_replay(
     lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
     *, out: Tensor | None = None, pages: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
+    """As `torch_ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
     x_inputs and B_inputs have the dtype of x. A ValueError where a last stride of x, B or C is not 1.
     """
@@ -350,7 +350,7 @@ def keep_ssd_inputs(
     input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
     *, pages: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `reference.ssd.keep_ssd_inputs`, with `chunk_cumsum`'s bits; ValueError for strided rows."""
+    """As `torch_ssd.keep_ssd_inputs`, with `chunk_cumsum`'s bits; ValueError for strided rows."""
     check_last_stride(x=x, B=B)
     check_slots(x_inputs=x_inputs, B_inputs=B_inputs, dt_inputs=dt_inputs)
     table = page_table(pages, input_rows)

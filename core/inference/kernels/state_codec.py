@@ -53,7 +53,7 @@ class Tiles(NamedTuple):
 
 
 def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, encodes: bool) -> None:
-    """`reference.state_copy.code_tensor` in one launch; nothing is checked."""
+    """`torch_state_copy.code_tensor` in one launch; nothing is checked."""
     if tensor.scales is not None:
         _scaled(quantise_kernel if encodes else dequantise_kernel, tensor, sources, destinations)
     elif encodes:

@@ -1,7 +1,7 @@
 """Copy whole states, encode live states into durable slots, and decode them.
 
 Where Triton runs, one launch does the work, of `state_move` for all of a copy, of `state_codec` for each
-tensor. Both are imported by the first call that needs them. Elsewhere torch does (`reference.state_copy`).
+tensor. Both are imported by the first call that needs them. Elsewhere torch does (`torch_state_copy`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...devices import on_device_of, tensor_on
 from .kernel_set import runs_triton
 from .operands import CodedTensor, ConvAndSsm
-from .reference import state_copy as reference
+from .reference import torch_state_copy as reference
 
 Slots = Sequence[int]
 """Of states; -1 in a pair of lists skips the pair."""

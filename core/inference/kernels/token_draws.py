@@ -21,7 +21,7 @@ _ROW_ALIGNMENT = 8  # elements; torch's softmax adds in another order in rows th
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
-    """`reference.token_draws.draw_tokens` of at most 32 bits; scores times 1 / temperature, sums exact."""
+    """`torch_token_draws.draw_tokens` of at most 32 bits; scores times 1 / temperature, sums exact."""
     vocabulary, dtype = logits.shape[1], torch.float32
     limits = torch.finfo(dtype)
     temperatures = [min(max(draw.temperature, limits.tiny), limits.max) for draw in draws]

@@ -1,4 +1,4 @@
-"""Store a step's keys and values into the paged cache in Triton; `reference.attention` has the reference.
+"""Store a step's keys and values into the paged cache in Triton; `torch_attention` has the reference.
 
 row of a block                        0    1    2    3    4    5    6    7
 stored by entries of a first step     e0   e1   e2
@@ -20,7 +20,7 @@ NUM_WARPS = 4
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:
-    """As `reference.attention.write_kv`; a block's keys are contiguous, and so are its values."""
+    """As `torch_attention.write_kv`; a block's keys are contiguous, and so are its values."""
     keys, values = dense(keys), dense(values)
     block_size, kv_heads, head_dim = kv_cache.shape[2:]
     entries = tokens.shape[0]

@@ -11,7 +11,7 @@ import msgspec
 from ...devices import on_device_of
 from ...inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ...inference.contexts.cache.hashing import PrefixHashChain
-from ...inference.contexts.request import DynamicInferenceRequest
+from ...inference.contexts.dynamic_request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall
 from ...request import SamplingParams

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...inference.contexts.cache.hashing import PUBLIC_ROOT, PrefixHashChain, salt_bytes
-from ...inference.contexts.states import StatePool
+from ...inference.contexts.request_states import StatePool
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import instance, integers, refused
 from ..all_ranks import Attempt, Notes, attempt

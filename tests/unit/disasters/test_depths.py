@@ -8,7 +8,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from oracle.budget import costly
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES, speculating

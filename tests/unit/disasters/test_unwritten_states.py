@@ -9,7 +9,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from oracle.budget import thinned
 from oracle.cached_states import assert_cached_states
 from oracle.drafters import MODES

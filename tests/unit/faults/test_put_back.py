@@ -56,7 +56,7 @@ FAULTS = {
         "fault_03",
         (
             (
-                "inference/kernels/reference/conv.py",
+                "inference/kernels/reference/torch_conv.py",
                 "    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)\n",
                 "    packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)\n"
                 "    short = query_start_loc[1:] - query_start_loc[:-1] < width\n"
@@ -278,7 +278,7 @@ FAULTS = {
         "fault_21_resuming",
         (
             (
-                CONTEXTS + "states.py",
+                CONTEXTS + "request_states.py",
                 "        allocation.num_computed = num_tokens\n",
                 "        allocation.num_computed = num_tokens\n        self.move_to_live(allocation)\n",
             ),
@@ -288,7 +288,7 @@ FAULTS = {
         "fault_21_a_hosts",
         (
             (
-                "inference/kernels/reference/state_copy.py",
+                "inference/kernels/reference/torch_state_copy.py",
                 "        destination_pool[:, write] = source_pool[:, read]\n",
                 "        for i, j in zip(read, write, strict=True):\n"
                 "            destination_pool[:, j] = source_pool[:, i]\n",

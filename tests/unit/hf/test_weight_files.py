@@ -125,10 +125,10 @@ def test_a_model_without_its_embeddings_may_have_the_head_that_they_are_tied_to(
 def test_a_load_that_takes_long_shows_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mambaslots.hf import weights
+    from mambaslots.hf import weight_sources
 
     save_model(MOE, tmp_path)
-    monkeypatch.setattr(weights, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(weight_sources, "PROGRESS_S", 0.0)
     hf.load(tmp_path)
     shown = list(map(int, re.findall(rf"{tmp_path.name}: +(\d+)%", capsys.readouterr().err)))
     assert shown == sorted(shown)
@@ -136,7 +136,7 @@ def test_a_load_that_takes_long_shows_how_far_it_is(
 
 
 def test_a_conversion_of_another_kind_is_refused() -> None:
-    from mambaslots.hf.weights import WeightSource
+    from mambaslots.hf.weight_sources import WeightSource
     from transformers.core_model_loading import Transpose, WeightConverter
 
     converter = WeightConverter("feed_forward.w1.weight", "feed_forward.w1.weight", [Transpose()])

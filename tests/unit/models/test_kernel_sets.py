@@ -10,7 +10,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.states import StatePool
+from mambaslots.inference.contexts.request_states import StatePool
 from mambaslots.inference.contexts.step_inputs import StepInputs, StepShape
 from mambaslots.inference.kernels.kernel_set import KernelSet, kernel_set
 from mambaslots.models import hybrid_lm

@@ -10,7 +10,7 @@ import mambaslots as ms
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from oracle.agreement import Agreement, DisagreementError
 from oracle.serving import random_tokens, run_checked, small_engine

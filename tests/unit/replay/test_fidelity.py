@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from mambaslots.replay.engine_replay import EngineReplay
 from mambaslots.replay.setting import StepCost
 from mambaslots.replay.trace import Trace

@@ -233,9 +233,8 @@ class BlockTree:
         own_hashes, contents, num_children = self._hashes, self._tokens, self.num_children
         serials, predecessors = self._serials, self._predecessors
         self.version = version = self.version + 1
-        for block, prefix_hash, content in zip(
-            blocks[num_known:], hashes[num_known:], tokens[num_known:], strict=True
-        ):
+        new = slice(num_known, None)
+        for block, prefix_hash, content in zip(blocks[new], hashes[new], tokens[new], strict=True):
             if prefix_hash in block_of_hash:  # the hash of another prefix, which `match` did not accept
                 break
             block_of_hash[prefix_hash] = block

@@ -287,14 +287,11 @@ class KVBlockAllocator:
 
         Costs O(pool).
         """
-        block_of_hash = self.tree.block_of_hash
-        registered, hashes = (
-            (list(block_of_hash.values()), list(block_of_hash)) if self._observers else ([], [])
-        )
+        registered = self.tree.block_of_hash.copy() if self._observers else {}
         self.num_cached = 0
         self.tree.clear()
         self._reset_free_list()
-        self._notify(registered, hashes)
+        self._notify(list(registered.values()), list(registered))
 
     def reset(self, *, keep_totals: bool = False) -> None:
         """Remove every reference and prefix, without calling observers: the caller resets them, too.

@@ -189,11 +189,8 @@ class StateSlots:
         slot, the request takes the slot.
         """
         room, pins = self.num_available - num_slots, self.pins
-        unpinned = (
-            slot
-            for slot in evict_last
-            if slot >= 0 and slot not in pins and self.cached_states.block_of(slot) >= 0
-        )
+        block_of = self.cached_states.block_of
+        unpinned = (slot for slot in evict_last if slot >= 0 and slot not in pins and block_of(slot) >= 0)
         protected = list(dict.fromkeys(unpinned))[: max(0, room)]
         takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in protected
         takes_over = takes_over and len(protected) == room
@@ -231,9 +228,8 @@ class StateSlots:
         """Evict so many unpinned states not in `protected`; an error, if there are fewer, changes nothing."""
         protected = self.pins.keys() | protected
         slot_of_block = self.cached_states.slot_of_block
-        if len(slot_of_block) < num_slots + len(
-            protected
-        ):  # judged without the policy, which a choice may reorder
+        # Judged without the policy, which a choice may reorder.
+        if len(slot_of_block) < num_slots + len(protected):
             num_evictable = sum(slot not in protected for slot in slot_of_block.values())
             if num_evictable < num_slots:
                 raise MambaSlotCapacityError(num_slots, num_evictable)

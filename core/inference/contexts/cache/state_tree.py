@@ -115,9 +115,7 @@ class StateTree:
     def deepest(self, hashes: Sequence[int], stop: int) -> StateNode:
         """The deepest known node on the way of `hashes[:stop]`; the root where there is none."""
         known = (self.nodes[prefix_hash] for prefix_hash in self.nodes.keys() & hashes[:stop])
-        on_the_way = (
-            node for node in known if node.depth <= stop and hashes[node.depth - 1] == node.prefix_hash
-        )
+        on_the_way = (n for n in known if n.depth <= stop and hashes[n.depth - 1] == n.prefix_hash)
         return max(on_the_way, key=lambda node: node.depth, default=self.root)
 
     def insert(self, hashes: Sequence[int], depth: int) -> StateNode:
@@ -126,9 +124,7 @@ class StateTree:
         node = StateNode(hashes[depth - 1], depth, list(hashes[parent.depth : depth]))
         length = len(node.edge)
         siblings = parent.children.get(node.edge[0], ())
-        below = [
-            each for each in siblings if each.depth > depth and each.edge[length - 1] == node.prefix_hash
-        ]
+        below = [n for n in siblings if n.depth > depth and n.edge[length - 1] == node.prefix_hash]
         for child in below:
             parent.detach(child)
             child.edge = child.edge[length:]

@@ -206,9 +206,7 @@ class ValueEviction(EvictionPolicy):
     ) -> tuple[int, int]:
         """The least of the evictable slots and the planned states: (slot, 0), (-1, hash) or (-1, 0)."""
         wanted = set(planned)
-        for node in self._in_order(
-            lambda n: evictable(n.slot) if n.slot >= 0 else n.prefix_hash in wanted, 1
-        ):
+        for node in self._in_order(lambda n: evictable(n.slot) if n.slot >= 0 else n.prefix_hash in wanted):
             return (node.slot, 0) if node.slot >= 0 else (-1, node.prefix_hash)
         return -1, 0
 
@@ -286,9 +284,7 @@ class ValueEviction(EvictionPolicy):
         assert all(node.slot == slot for slot, node in self._slots.items()), "a state is in another slot"
         entries = {id(entry) for entry in self._heap}
         assert all(id(node.entry) in entries for node in self._slots.values()), "a state is not in the heap"
-        planned = {
-            prefix_hash: node for prefix_hash, node in self._tree.nodes.items() if node.slot == PLANNED
-        }
+        planned = {node.prefix_hash: node for node in self._tree.nodes.values() if node.slot == PLANNED}
         assert planned == self._planned, "a planned state is lost"
         self._tree.check_integrity()
 
@@ -364,7 +360,7 @@ class ValueEviction(EvictionPolicy):
                 self._heap = [entry for entry in self._heap if entry[2].entry is entry]
                 heapq.heapify(self._heap)
 
-    def _in_order(self, wanted: Callable[[StateNode], bool], count: int) -> list[StateNode]:
+    def _in_order(self, wanted: Callable[[StateNode], bool], count: int = 1) -> list[StateNode]:
         """The first `count` wanted present nodes by value."""
         found: list[StateNode] = []
         taken: list[Entry] = []

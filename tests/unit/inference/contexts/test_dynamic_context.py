@@ -4,7 +4,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule
 from oracle.plans import SwitchedPlan
 from oracle.serving import random_tokens, small_model

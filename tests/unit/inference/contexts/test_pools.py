@@ -1,7 +1,7 @@
 """One index space for live and durable states."""
 
 import torch
-from mambaslots.inference.contexts.states import StatePool
+from mambaslots.inference.contexts.request_states import StatePool
 from mambaslots.state_spec import ALIGNMENT, StateTensor
 
 STATES = (

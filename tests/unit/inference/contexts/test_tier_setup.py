@@ -7,7 +7,7 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache.tier import HostTier, StateCopies
-from mambaslots.inference.contexts.states import StatePool
+from mambaslots.inference.contexts.request_states import StatePool
 from mambaslots.inference.contexts.tier_copies import HostCopies, tier_of
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import small_model

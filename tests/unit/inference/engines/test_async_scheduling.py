@@ -10,7 +10,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.contexts.cache.value_eviction import ValueEviction
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from oracle.budget import thinned
 from oracle.serving import (
     assert_answers,

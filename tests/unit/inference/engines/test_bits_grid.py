@@ -7,7 +7,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request import ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from oracle.budget import costly
 from oracle.drafters import MixedDrafter
 from oracle.model_kinds import kind_of_model, kinds

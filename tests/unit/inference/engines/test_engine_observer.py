@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
 from mambaslots.monitor import Monitor
 from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
 from mambaslots.inference.contexts.input_pages import InputPages, input_bytes, input_shapes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
-from mambaslots.inference.contexts.request import ScheduledRequest
 from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
 from oracle.budget import dear

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts import device_memory, states
+from mambaslots.inference.contexts import device_memory, request_states
 from mambaslots.inference.contexts.device_memory import DeviceMemory, StatePool
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from oracle.fake_host import FakeHost
@@ -47,10 +47,10 @@ def allocations_fail(number: int) -> Iterator[list["weakref.ref[torch.Tensor]"]]
 
         return allocate
 
-    zeroed = counted(states.zeroed)
+    zeroed = counted(request_states.zeroed)
     with (
         patch.object(torch, "zeros", counted(torch.zeros)),
-        patch.object(states, "zeroed", zeroed),
+        patch.object(request_states, "zeroed", zeroed),
         patch.object(device_memory, "zeroed", zeroed),
     ):
         yield made

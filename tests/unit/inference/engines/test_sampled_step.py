@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
-from mambaslots.inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.drafter import accepted_tokens
 from mambaslots.inference.engines.logits_changes import LogitsChanges

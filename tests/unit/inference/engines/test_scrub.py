@@ -94,11 +94,11 @@ PLACES = {
     "state_slots._add_free": "slots that are freed",
     "admission.release live": "live slots of a pool of their own",
     "admission.release inputs": "inputs of a row",
-    "states.gather": "staged states",
+    "request_states.gather": "staged states",
 }
 
 
-@pytest.mark.sampled(place=("kv_block_allocator._add_free", "state_slots._add_free", "states.gather"))
+@pytest.mark.sampled(place=("kv_block_allocator._add_free", "state_slots._add_free", "request_states.gather"))
 @pytest.mark.parametrize("kind", [MIX], indirect=True)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_place_that_frees_memory_is_noted(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.request import ScheduledRequest
-from mambaslots.inference.contexts.states import StatePool
+from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
+from mambaslots.inference.contexts.request_states import StatePool
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from mambaslots.inference.engines.drafter import accepted_tokens

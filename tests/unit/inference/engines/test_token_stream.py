@@ -7,7 +7,7 @@ from typing import Literal
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.request import GeneratedToken
+from mambaslots.inference.contexts.dynamic_request import GeneratedToken
 from mambaslots.inference.engines.streams import RequestSource
 from oracle.serving import random_tokens, small_engine
 

@@ -20,7 +20,7 @@ from mambaslots.inference.kernels import conv_replay, delta_replay, delta_solve,
 from mambaslots.inference.kernels.delta import delta_operands, gated_delta_rule_scan
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.inference.kernels.operands import DeltaNet, compute_dtype
-from mambaslots.inference.kernels.reference.delta import normalised
+from mambaslots.inference.kernels.reference.torch_delta import normalised
 from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import printed_by

@@ -9,7 +9,7 @@ import mambaslots.net as msd
 import msgspec
 import pytest
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from mambaslots.inference.contexts.request import DynamicInferenceRequest
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
 from mambaslots.inference.engines.engine_core import CoreCall
 from mambaslots.net.lockstep.messages import (
     Add,

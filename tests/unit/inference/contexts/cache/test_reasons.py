@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.block_tree import GhostList
 from mambaslots.inference.contexts.cache.cached_states import Span, compute_spans
 from mambaslots.inference.contexts.cache.pool_stats import COMPUTE_REASONS
-from mambaslots.inference.contexts.request import TokenLedger
+from mambaslots.inference.contexts.dynamic_request import TokenLedger
 
 
 @st.composite

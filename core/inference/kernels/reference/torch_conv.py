@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operands import compute_dtype
-from .chunks import read_states, rounded, write_states
+from .torch_chunks import read_states, rounded, write_states
 
 
 def causal_conv1d_prefill(

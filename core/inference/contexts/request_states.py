@@ -13,7 +13,7 @@ from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
 from .cache.cleaning import DirtyEntries
 from .cache.prefix_cache import PrefixCache
-from .request import Allocation, Batch, ScheduledRequest
+from .dynamic_request import Allocation, Batch, ScheduledRequest
 
 IdleSlots = Callable[[], Sequence[int]]
 """Returns the live slots that no request owns now, in a pool without durable states."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..operands import compute_dtype
-from .chunks import PaddedChunks, pass_states, places, read_states, rounded, write_states
+from .torch_chunks import PaddedChunks, pass_states, places, read_states, rounded, write_states
 
 
 def ssd_chunk_scan(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..operands import RawTokens, compute_dtype
-from .chunks import PaddedChunks, pass_states, places, read_states, write_states
-from .conv import causal_conv1d_replay
-from .pointwise import delta_gates
+from .torch_chunks import PaddedChunks, pass_states, places, read_states, write_states
+from .torch_conv import causal_conv1d_replay
+from .torch_pointwise import delta_gates
 
 _NORM_EPSILON = 1e-6
 
