@@ -96,13 +96,13 @@ class Churn:
     def step_ended(self, steps: object) -> None:
         self._num_steps += 1
         kv: Any = self._cache.kv_blocks
-        before = sum(kv.borrowing.units.holds_states)
+        before = sum(kv.unit_borrower.units.holds_states)
         if self._num_steps % 10 == 0:
             kv.evict_lru_blocks(kv.num_cached)
-            kv.borrowing.borrow_slots(len(self._cache.slots.free_slots) + 8)
+            kv.unit_borrower.borrow_slots(len(self._cache.slots.free_slots) + 8)
         elif self._num_steps % 5 == 0:
-            kv.borrowing.borrow_blocks(kv.total_avail + 8)
-        change = sum(kv.borrowing.units.holds_states) - before
+            kv.unit_borrower.borrow_blocks(kv.total_avail + 8)
+        change = sum(kv.unit_borrower.units.holds_states) - before
         self.moves[change < 0] += abs(change)
 
 
@@ -149,7 +149,7 @@ def engines_on(
     shared = (total + inputs + 0.5) / (1 << 30)
     pools = {
         "num_kv_blocks": max(
-            longest, num_units // 2 * division.shape.blocks - pages.of_requests(scale.max_requests)
+            longest, num_units // 2 * division.shape.blocks - pages.num_pages_of(scale.max_requests)
         ),
         "num_mamba_slots": 1 + num_units // 2 * division.shape.slots,
     }

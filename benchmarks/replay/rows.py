@@ -21,12 +21,12 @@ from mambaslots.replay.cache_rows import UNLIMITED, PolicyRow
 from mambaslots.replay.report import (
     Cell,
     CellResult,
-    answers,
+    as_plain,
     budget_of,
     percent,
-    plain,
     plain_setting,
     replay_cell,
+    sizing_sentences,
     table,
     unlimited_shares,
 )
@@ -106,7 +106,7 @@ def main() -> None:
             "settings": asked_of(options) | {"rows": options.rows} | plain_setting(settings[0]),
             "unlimited": unlimited_shares(results),
             "results": [_plain(results, one) for one in results],
-            "answers": answers(results, unlimited_shares(results), "ours"),
+            "answers": sizing_sentences(results, unlimited_shares(results), "ours"),
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     if options.plot:
@@ -116,7 +116,7 @@ def main() -> None:
 def _plain(results: Sequence[CellResult], one: CellResult) -> dict[str, Any]:
     ceiling = None if one.cell.row == UNLIMITED else ceiling_share(results, one)
     share = one.share / ceiling if ceiling and one.share is not None else None
-    return plain(one) | {"share_of_ceiling": share}
+    return as_plain(one) | {"share_of_ceiling": share}
 
 
 def draw(results: Sequence[CellResult], path: Path) -> None:

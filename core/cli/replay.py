@@ -56,31 +56,31 @@ def run(options: argparse.Namespace) -> int:
     for policy in options.policy:
         cache_changes(policy, options.plan)  # a wrong option is refused before torch is imported
     settings = settings_of(options)
+    from ..replay import report
     from ..replay.cache_rows import UNLIMITED, PolicyRow
-    from ..replay.report import Cell, answers, plain, plain_setting, replay_cell, table, unlimited_shares
 
     rows = [PolicyRow(policy, options.plan) for policy in options.policy]
     cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace
     for source in sources_of(options):
-        cells += [Cell(source, row, setting) for setting in settings for row in rows]
-        cells.append(Cell(source, UNLIMITED, settings[0]))
+        cells += [report.Cell(source, row, setting) for setting in settings for row in rows]
+        cells.append(report.Cell(source, UNLIMITED, settings[0]))
     results = []
     begun_s = time.monotonic()
     for cell in cells:
-        results.append(replay_cell(cell))
+        results.append(report.replay_cell(cell))
         done = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
         print(f"replay: {done}", file=sys.stderr)
-    unlimited = unlimited_shares(results)
-    answered = list(dict.fromkeys(answers(results, unlimited, rows[0].name)))
-    print(table(results))
+    unlimited = report.unlimited_shares(results)
+    answered = list(dict.fromkeys(report.sizing_sentences(results, unlimited, rows[0].name)))
+    print(report.table(results))
     print("\nHow much memory do I give it?")
     for sentence in answered:
         print(sentence)
     if options.json:
         found = {
-            "settings": asked_of(options) | plain_setting(settings[0]),
+            "settings": asked_of(options) | report.plain_setting(settings[0]),
             "unlimited": unlimited,
-            "results": [plain(result) for result in results],
+            "results": [report.as_plain(result) for result in results],
             "answers": answered,
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")

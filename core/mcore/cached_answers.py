@@ -126,13 +126,13 @@ class AnswerStates:
     def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
         boundary, cached_slot = self._boundary(crossing), self._slots.cached_states.slot_of(block)
-        rolls = cached_slot == slot and boundary is not None and not boundary.keeps
+        rolls = cached_slot == slot and boundary is not None and not boundary.is_kept
         self._slots.remove_rolling(track)
         if rolls:
             track.rolling_block = block
 
 
-def _append(context: Any, tokens: Tensor) -> None:
+def _append_tokens(context: Any, tokens: Tensor) -> None:
     """Append the `tokens` that the running requests have sampled, one each."""
     tracks = record_of(context).tracks  # empty where no states are cached
     if not tracks or not len(tokens):
@@ -157,7 +157,7 @@ def update_requests(
     new_speculative_tokens: Tensor | None = None,
 ) -> Any:
     """Also record what each request has sampled, before rows are released and moved."""
-    _append(self, new_tokens)
+    _append_tokens(self, new_tokens)
     return original(self, active_requests_mask, new_tokens, new_speculative_tokens)
 
 
@@ -167,7 +167,7 @@ def commit_sampled_tokens(
 ) -> None:
     """Also record what each request has sampled; with async scheduling the next step runs already."""
     original(self, sampled_tokens_cpu, *drafts, **named)
-    _append(self, sampled_tokens_cpu)
+    _append_tokens(self, sampled_tokens_cpu)
 
 
 @override(DYNAMIC_CONTEXT, "release_memory_blocks_from_request_indexes", faults=(18,))

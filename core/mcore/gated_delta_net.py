@@ -70,7 +70,7 @@ def ssm_prefill(
         return convolve(x=x, **rest)
 
     def chunk_gated_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
-        output, final, reached = in_pieces(rule, inputs, metadata._mambaslots_starts, positions)
+        output, final, reached = run_in_pieces(rule, inputs, metadata._mambaslots_starts, positions)
         for row, position in enumerate(positions):
             states[row].copy_(reached[position])
         return output, final
@@ -81,7 +81,7 @@ def ssm_prefill(
         return original(self, projected, conv_state, ssm_state, context)
 
 
-def in_pieces(
+def run_in_pieces(
     rule: Callable[..., tuple[Tensor, Tensor]],
     inputs: dict[str, Any],
     starts: list[int],

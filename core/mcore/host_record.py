@@ -64,8 +64,8 @@ class RequestTrack:
 class HostRecord:
     """Counts and running requests of one context; it outlives the context's allocator."""
 
-    requests: int = 0
-    hits: int = 0
+    num_requests: int = 0
+    num_hits: int = 0
     tracks: dict[int, RequestTrack] = field(default_factory=dict)
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     ledger: TokenLedger = field(default_factory=TokenLedger)
@@ -74,14 +74,14 @@ class HostRecord:
     engine: Callable[[], Any] = lambda: None  # a weak reference to what queues the context's requests
     turnover: Turnover[StateRemovalCause] | None = None  # also with allocators before a resume
     slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
-    dropped: int = 0
+    num_dropped: int = 0
     new_hashes: set[int] = field(default_factory=set)  # of blocks registered since the step was scheduled
     set_aside: list[int] = field(default_factory=list)  # waiting requests that the queue lacks
 
     def begin(self, request: Any, block_size_tokens: int, spans: tuple[Span, ...]) -> None:
         """A request's first chunk was added; `spans` say why its tokens are computed."""
         request_id = request.request_id
-        self.requests += 1
+        self.num_requests += 1
         self.remove([request_id])
         self.spans[request_id] = spans
         if track := RequestTrack.of(request, block_size_tokens):
@@ -90,7 +90,7 @@ class HostRecord:
     def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
         start, stop = finished + skipped, finished + length
-        self.hits += skipped > 0
+        self.num_hits += skipped > 0
         spans = self.spans.get(request_id, ())
         self.ledger += TokenLedger.of_step(range(finished, start), range(start, stop), spans, 0, stop)
 
@@ -144,8 +144,8 @@ class HostStats:
         """The counts of the context with this record."""
         ledger, slots = record.ledger, record.slots
         return cls(
-            num_requests=record.requests,
-            num_hits=record.hits,
+            num_requests=record.num_requests,
+            num_hits=record.num_hits,
             num_prompt_tokens=ledger.num_prompt_tokens,
             num_resumed_tokens=ledger.resumed,
             num_computed_tokens=ledger.computed.total(),
@@ -155,7 +155,7 @@ class HostStats:
             num_committed_slots=slots.committed,
             num_states_committed=slots.committed_total,
             num_states_evicted=slots.evicted_total,
-            num_dropped_checkpoints=record.dropped,
+            num_dropped_checkpoints=record.num_dropped,
         )
 
     @property

@@ -95,9 +95,9 @@ def deallocate_inference_state_buffers(original: Callable[..., None], self: Any)
         allocator.offload_pool()
         return
     record_of(self).clear()
-    allocator.release_pool()
+    allocator.deallocate_pool()
     if self.unified_memory_level == 0 and not self._uses_torch_memory_saver:
-        allocator.retire()
+        allocator.deallocate_scratch()
         self.kv_block_allocator.on_blocks_deregistered = None
         self.mamba_slot_allocator = None
 
@@ -106,7 +106,7 @@ def deallocate_inference_state_buffers(original: Callable[..., None], self: Any)
 def reinitialize_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
     """Bring the durable pool back, with the offloaded states or empty, before the host does the rest."""
     if not self.is_tensor_state_allocated and self.mamba_slot_allocator is not None:
-        self.mamba_slot_allocator.resume_pool()
+        self.mamba_slot_allocator.allocate_pool()
     original(self)
 
 

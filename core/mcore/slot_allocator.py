@@ -72,17 +72,17 @@ class HostSlotAllocator(MambaSlotAllocator):
         if self._record.turnover is not None:
             self.slots.cached_states.turnover = self._record.turnover
         self._record.turnover = self.slots.cached_states.turnover
-        self.num_dropped = self._record.dropped
+        self.num_dropped = self._record.num_dropped
         self._restore_pins: list[int] = []
         self._backup: ConvAndSsm | None = None
 
     @property
     def _has_intermediates(self) -> bool:
-        return self._planned.any
+        return self._planned.has_planned
 
     @_has_intermediates.setter
     def _has_intermediates(self, value: bool) -> None:
-        self._planned.any = value
+        self._planned.has_planned = value
 
     def _host_settings(self) -> HostSettings:
         """With what `install` was called with; the live states may be on the device of tensors to come."""
@@ -202,7 +202,7 @@ class HostSlotAllocator(MambaSlotAllocator):
     def save_counts(self) -> None:
         """Let the context's record have the counts of now; it outlives the context."""
         self._record.slots = self.slots.counts
-        self._record.dropped = self.num_dropped
+        self._record.num_dropped = self.num_dropped
 
     def _commit(self, written: WrittenStates) -> None:
         blocks, reached = {*written.inner_blocks, *written.end_blocks}, self.answers.reached()
@@ -244,13 +244,13 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     # ---- the pool while the host is suspended
 
-    def release_pool(self) -> None:
+    def deallocate_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
         self._host_states.durable = self._host_states.zeros(0)
         self._backup = None
 
-    def retire(self) -> None:
+    def deallocate_scratch(self) -> None:
         """Free scratch, too: the host drops its graphs, and builds another allocator."""
         self.save_counts()
         self._host_states.scratch = self._host_states.zeros(0)
@@ -264,7 +264,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._host_states.durable = self._host_states.zeros(0)
 
     @torch.inference_mode(False)
-    def resume_pool(self) -> None:
+    def allocate_pool(self) -> None:
         """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
         if self.ssm_states.shape[1] != self.max_slots:
             host_states, backup = self._host_states, self._backup

@@ -84,7 +84,7 @@ def init(original: Callable[..., None], self: Any, model_config: Any, inference_
     """
     group = _pipeline_group(model_config, inference_config)
     rank = 0 if group is None else torch.distributed.get_rank(group)
-    agreed = agreed_config(inference_config, _stages(inference_config, group), rank)
+    agreed = agreed_config(inference_config, _gathered_stages(inference_config, group), rank)
     try:
         original(self, model_config, agreed)
     except ZeroDivisionError:  # megatron-core logs a summary that divides by the bytes of a state
@@ -92,7 +92,7 @@ def init(original: Callable[..., None], self: Any, model_config: Any, inference_
             raise
 
 
-def _stages(config: Any, group: Any) -> list[Stage]:
+def _gathered_stages(config: Any, group: Any) -> list[Stage]:
     """The description of each stage. All stages raise where one of them has an unusable configuration."""
     if group is None:
         return [Stage.of(config)]
@@ -122,15 +122,15 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
     """The config with which stage `rank` decides as the others do: a copy where it changes."""
     with_states = [stage for stage in stages if stage.has_mamba]
     if stages[rank].state_config is not None and not with_states:
-        return _with(config, mamba_inference_state_config=None)
+        return _replaced(config, mamba_inference_state_config=None)
     if len(stages) == 1 or not with_states:
         return config
-    _check(config, stages)
+    _check_stages(config, stages)
     budget = max(0, min(stage.state_budget_gb for stage in with_states)) or None
     if not stages[rank].has_mamba:
         layers = stages[rank].state_config.layer_type_list
-        state_config = _with(with_states[0].state_config, layer_type_list=layers)
-        return _with(
+        state_config = _replaced(with_states[0].state_config, layer_type_list=layers)
+        return _replaced(
             config,
             mamba_inference_state_config=state_config,
             mamba_memory_ratio=None,
@@ -141,14 +141,14 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
     if ratio is not None and fewest is not None and fewest != stages[rank].live_states:
         # The host divides this share by a state's bytes. For KV the host itself takes the stages' minimum.
         ratio = (fewest + 0.5) * _live_bytes(config, stages[rank].state_config) / _memory_bytes(config)
-    return _with(
+    return _replaced(
         config,
         mamba_memory_ratio=ratio,
         prefix_caching_mamba_gb=config.prefix_caching_mamba_gb if budget else None,
     )
 
 
-def _with(config: Any, **changes: Any) -> Any:
+def _replaced(config: Any, **changes: Any) -> Any:
     """A changed copy. `dataclasses.replace` would run the checks and log lines of InferenceConfig again."""
     changed = copy.copy(config)
     for name, value in changes.items():
@@ -156,7 +156,7 @@ def _with(config: Any, **changes: Any) -> Any:
     return changed
 
 
-def _check(config: Any, stages: Sequence[Stage]) -> None:
+def _check_stages(config: Any, stages: Sequence[Stage]) -> None:
     for number, stage in enumerate(stages):
         if stage.state_config is None:
             raise ValueError(

@@ -161,7 +161,7 @@ def _listed(shares: Iterable[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def plain(outcome: CellResult) -> dict[str, Any]:
+def as_plain(outcome: CellResult) -> dict[str, Any]:
     """A result as plain values."""
     setting, result = outcome.cell.setting, outcome.result
     has_budget = outcome.cell.row != UNLIMITED
@@ -206,7 +206,7 @@ def budget_of(setting: ReplaySetting) -> tuple[str, float]:
     return f"for states, with {setting.kv_gb:g} GB for KV{host}", setting.state_gb or 0.0
 
 
-def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str) -> list[str]:
+def sizing_sentences(results: Sequence[CellResult], unlimited: dict[str, float], row: str) -> list[str]:
     """A sentence for each trace and kind of budget of `row`; `unlimited`: trace -> share of its prompt."""
     curves: dict[tuple[str, str], list[BudgetPoint]] = {}
     for outcome in results:
@@ -217,7 +217,7 @@ def answers(results: Sequence[CellResult], unlimited: dict[str, float], row: str
             )
     by_gb = attrgetter("budget_gb")
     return [
-        f"{trace}: {answer(sorted(points, key=by_gb), unlimited[trace], kind)}"
+        f"{trace}: {sizing_sentence(sorted(points, key=by_gb), unlimited[trace], kind)}"
         for (trace, kind), points in curves.items()
     ]
 
@@ -233,7 +233,7 @@ def _lacks_kv(outcome: CellResult) -> bool:
     return for_kv > for_states
 
 
-def answer(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
+def sizing_sentence(points: Sequence[BudgetPoint], unlimited: float, kind: str) -> str:
     """The smallest budget within a point of an unlimited pool; else which memory the largest one lacks."""
     if unlimited < _NEAR:
         return (

@@ -12,7 +12,7 @@ import mcore_rig
 import pytest
 import torch
 from mambaslots.mcore import versions
-from mambaslots.mcore.gated_delta_net import in_pieces
+from mambaslots.mcore.gated_delta_net import run_in_pieces
 from mambaslots.mcore.recurrence import SERIES
 from mcore_rig import Served, fla_stand_ins
 
@@ -60,7 +60,7 @@ def test_pieces_compute_what_the_recurrence_does(seed: int) -> None:
     packed |= {"g": normal(1, padded, 4), "beta": normal(1, padded, 4)}
     whole = packed | heads | flags | {"initial_state": initial, "cu_seqlens": torch.tensor(starts)}
     output, final = fla_stand_ins.chunk_gated_delta_rule(**whole)
-    ours, ours_final, reached = in_pieces(
+    ours, ours_final, reached = run_in_pieces(
         fla_stand_ins.chunk_gated_delta_rule, dict(whole), starts, positions
     )
     torch.testing.assert_close(ours, output, rtol=0, atol=1e-9)

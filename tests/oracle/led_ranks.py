@@ -139,7 +139,7 @@ def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "pins": [(one.num_tokens, one.prefix_hash) for one in cache.pins.held],
         "stats": engine.context.cache_stats(),
         "version": engine.weights_version,
-        "allocated": engine.context.memory.allocated,
+        "allocated": engine.context.memory.is_allocated,
     }
 
 

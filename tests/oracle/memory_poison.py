@@ -157,7 +157,7 @@ def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:
         free[: pool.num_live] = True
     if context.memory.durable_pool is pool:
         reserved = slots.reserved.keys() - _uncommitted(context)
-        free[[pool.durable_index(slot) for slot in (*slots.free_slots, *reserved, *slots.live)]] = True
+        free[[pool.durable_index(slot) for slot in (*slots.free_slots, *reserved, *slots.live_slots)]] = True
     else:
         free[pool.num_live :] = True  # staging slots belong to one step
     allocations = [request.allocation for request in context.requests if request.allocation is not None]

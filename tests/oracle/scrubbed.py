@@ -18,7 +18,7 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
         _assert_zero(
             tier.copies.memory, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory"
         )
-    if not memory.allocated:
+    if not memory.is_allocated:
         assert not memory.kv_cache.numel()
         assert not memory.state_pool.memory.numel()
         return

@@ -144,17 +144,17 @@ def assert_idle(engine: ms.DynamicInferenceEngine, pinned_blocks: int = 0) -> No
 
 def counted_moves(engine: ms.DynamicInferenceEngine) -> list[int]:
     """Units that went to states, and to KV, from now on: a list that the engine's memory counts up."""
-    borrowing: Any = engine.context.prefix_cache.kv_blocks.borrowing
+    unit_borrower: Any = engine.context.prefix_cache.kv_blocks.unit_borrower
     counts = [0, 0]
 
     def count(side: int, name: str) -> None:
-        give = getattr(borrowing, name)
+        give = getattr(unit_borrower, name)
 
         def counted(unit: int) -> None:
             give(unit)
             counts[side] += 1
 
-        setattr(borrowing, name, counted)
+        setattr(unit_borrower, name, counted)
 
     count(0, "_give_to_states")
     count(1, "_give_to_kv")

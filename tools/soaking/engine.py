@@ -389,7 +389,7 @@ class EngineRound(Fuzzer):
 
     def _import(self) -> None:
         """Cached prefixes go to files, and come back once the cache has forgotten them."""
-        if self._rounded is not None or not self.engine.context.memory.allocated:
+        if self._rounded is not None or not self.engine.context.memory.is_allocated:
             return
         folder = self._folder / "prefixes"
         saved = save_prefixes(self.engine, folder)

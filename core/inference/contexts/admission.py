@@ -47,11 +47,11 @@ class Admission:
         shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
         self.block_table: npt.NDArray[np.integer[Any]] = np.full(shape, -1, np.int32)
         self.slots_per_row = num_live_slots(config) // config.max_requests
-        self._one_pool = memory.state_pool.is_shared
+        self._shares_pool = memory.state_pool.is_shared
         self._requests: dict[int, DynamicInferenceRequest] = {}
         self._free_rows = list(range(config.max_requests - 1, -1, -1))
         self._scrubber.inputs.add(self._free_rows)
-        if not self._one_pool:
+        if not self._shares_pool:
             self._scrubber.live.add(self.idle_slots())
 
     # ---- rows
@@ -75,14 +75,14 @@ class Admission:
     @property
     def num_available_slots(self) -> int:
         """The live slots that one more request could get; a row has its own where they have a pool."""
-        return self._cache.slots.num_available if self._one_pool else self.slots_per_row
+        return self._cache.slots.num_available if self._shares_pool else self.slots_per_row
 
     def admit(
         self, request: DynamicInferenceRequest, resume_slot: int = -1, evict_last: Iterable[int] = ()
     ) -> Allocation:
         """Give a waiting request a row, an open path, and live slots as `StateSlots.allocate_live` does."""
         row = self._free_rows[-1]
-        if self._one_pool:
+        if self._shares_pool:
             live = tuple(self._cache.slots.allocate_live(self.slots_per_row, resume_slot, evict_last))
         else:
             live = tuple(self._own_slots(row))
@@ -92,7 +92,7 @@ class Admission:
         self._free_rows.pop()
         path = self._cache.open(
             request.chain, request.plan, self.block_table[row], max_resume_tokens=request.max_resume_tokens,
-            again=request.num_counted > 0,
+            was_preempted=request.num_counted > 0,
         )  # fmt: skip
         request.allocation = Allocation(row, live, path, prefill_length=len(request.tokens))
         self._requests[row] = request
@@ -102,7 +102,7 @@ class Admission:
         """Free the request's row and live slots; the caller releases the path of the returned Allocation."""
         allocation, request.allocation = request.allocation, None
         assert allocation is not None, "a request without a row is released"
-        if self._one_pool:
+        if self._shares_pool:
             self._cache.slots.free_live(allocation.live_slots)
         else:
             self._scrubber.live.add(allocation.live_slots)
@@ -126,8 +126,8 @@ class Admission:
         assert not self._requests.keys() & set(self._free_rows), "a row is both free and taken"
         live = [slot for allocation in self.allocations for slot in allocation.live_slots]
         assert len(set(live)) == len(live), "two rows share a live slot"
-        if self._one_pool:
-            assert self._cache.slots.live == set(live), "a live slot leaked"
+        if self._shares_pool:
+            assert self._cache.slots.live_slots == set(live), "a live slot leaked"
         for row in range(num_rows):
             request = self._requests.get(row)
             if request is None:
@@ -138,7 +138,7 @@ class Admission:
             assert allocation.row == row, "a request has another row"
             assert len(allocation.live_slots) == self.slots_per_row, "a row has too few live slots"
             self.page_table.check_integrity(allocation)
-            if not self._one_pool:
+            if not self._shares_pool:
                 assert list(allocation.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
     # ---- what the next step needs
@@ -155,7 +155,7 @@ class Admission:
     def resume_slots(self, requests: Sequence[DynamicInferenceRequest]) -> list[int]:
         """The slots that waiting requests resume from; none where rows for all of them evict no state."""
         num_slots = len(requests) * self.slots_per_row
-        if not self._one_pool or len(self._cache.slots.free_slots) >= num_slots:
+        if not self._shares_pool or len(self._cache.slots.free_slots) >= num_slots:
             return [-1] * len(requests)
         return [self.match(request).resume_slot for request in requests]
 

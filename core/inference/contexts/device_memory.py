@@ -11,7 +11,7 @@ from ...config import InferenceConfig
 from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable, ceil_div
-from .cache.cleaning import DirtyEntries, MemoryCleaner
+from .cache.dirty_entries import DirtyEntries, MemoryCleaner
 from .cache.memory import ALIGNMENT, UnitSizes
 from .input_pages import input_bytes, input_shapes, page_offsets
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots
@@ -50,7 +50,7 @@ class Scrubber(MemoryCleaner):
         """Zero all dirty entries; does nothing where there are none."""
         memory = self._memory()
         for dirty in (self.blocks, self.slots, self.live, self.inputs, self.scratch):
-            if memory is None or memory.allocated:
+            if memory is None or memory.is_allocated:
                 dirty.scrub()
             else:
                 dirty.clear()
@@ -111,7 +111,7 @@ class DeviceMemory:
         for name, (input_shape, dtype) in self.row_inputs.items():
             addressable(name, input_shape[1], input_shape, dtype)
         self.input_pool = self._new_inputs()
-        self.allocated = True
+        self.is_allocated = True
         self._scrubs = config.free_memory == "zero"
         self.scrubber = Scrubber(self, self._scrubs)
 
@@ -164,7 +164,7 @@ class DeviceMemory:
 
     def allocate(self) -> None:
         """Make the tensors again, as zeros, after `deallocate`. Where it raises there are none."""
-        if self.allocated:
+        if self.is_allocated:
             return
         self.deallocate()  # after an interrupted call
         try:
@@ -177,17 +177,17 @@ class DeviceMemory:
         except BaseException:
             self.deallocate()
             raise
-        self.allocated = True
+        self.is_allocated = True
 
     def deallocate(self) -> None:
         """Free the tensors' memory, which is zeroed before where that is asked for."""
-        if self._scrubs and self.allocated:
+        if self._scrubs and self.is_allocated:
             for unit in range(0 if self._units is None else len(self._units)):
                 self.zero_unit(unit)
             pools = self.state_pool.memory, self.durable_pool.memory, self.kv_cache
             for memory in (*pools, *self.input_pool.values()):
                 memory.zero_()
-        self.allocated = False
+        self.is_allocated = False
         self.state_pool.deallocate()
         self.durable_pool.deallocate()
         self.input_pool = {name: tensor.new_empty(0) for name, tensor in self.input_pool.items()}
@@ -237,6 +237,6 @@ class DeviceMemory:
                 f"cached states and KV share {division.num_units:,} units of {unit:.3g} MiB, each of "
                 f"{division.shape.slots} x {state:.3g} MiB or {division.shape.blocks} {blocks}"
             )
-        on = f"on {self._spec.device}{'' if self.allocated else ', freed now'}"
+        on = f"on {self._spec.device}{'' if self.is_allocated else ', freed now'}"
         parts.append(f"total {self.total_bytes / MEBIBYTE:,.1f} MiB {on}")
         return f"mambaslots: {'; '.join(parts)}"

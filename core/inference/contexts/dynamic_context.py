@@ -305,7 +305,7 @@ class DynamicInferenceContext:
             self._ledger = TokenLedger()
             self._num_requests_seen = 0
         self.prefix_cache.reset(keep_totals=keep_counts)
-        if not self.memory.allocated:
+        if not self.memory.is_allocated:
             self.memory.deallocate()  # after an interrupted suspend
 
     def cache_stats(self) -> CacheStats:

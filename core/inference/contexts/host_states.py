@@ -61,10 +61,10 @@ class HostStates:
             raise ValueError(f"request_idx is {request_idx}; accepted: a request with a live slot")
         return slot
 
-    def keep_scratch(self, indices: Sequence[int], slots: Sequence[int]) -> None:
+    def store_scratch(self, indices: Sequence[int], slots: Sequence[int]) -> None:
         copy_states(self.scratch, indices, self.durable, slots)
 
-    def keep_live(self, live_slots: Sequence[int], slots: Sequence[int]) -> None:
+    def store_live(self, live_slots: Sequence[int], slots: Sequence[int]) -> None:
         copy_states(self._live, live_slots, self.durable, slots)
 
     def restore(self, slots: Sequence[int], live_slots: Sequence[int]) -> None:

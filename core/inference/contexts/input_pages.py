@@ -43,19 +43,19 @@ class InputPages(NamedTuple):
         """Pages of the first tokens of a chunk."""
         return -(-num_tokens // self.tokens) if self.tokens else 0
 
-    def of_requests(self, count: int) -> int:
+    def num_pages_of(self, count: int) -> int:
         """Pages of so many requests: half of their chunks, and four standard deviations."""
         half = count * (self.per_chunk + 1) / 2 + 4 * math.sqrt(count / 12) * self.per_chunk
         return min(count * self.per_chunk, math.ceil(half))
 
-    def added_blocks(self, config: InferenceConfig, num_blocks: int) -> int:
+    def num_added_blocks(self, config: InferenceConfig, num_blocks: int) -> int:
         """Blocks for pages, beside `num_blocks`: requests whose KV surely fits find pages, too.
 
         Example: 10 requests of at most 4 blocks and 15 pages. With 100 blocks, 60 may be evicted: 90 are
         added.
         """
         rows, longest = config.max_requests, -(-config.max_sequence_length // config.block_size_tokens)
-        spare, average = num_blocks - rows * longest, self.of_requests(rows)
+        spare, average = num_blocks - rows * longest, self.num_pages_of(rows)
         return average if spare < 0 else max(average, rows * self.per_chunk - spare)
 
 

@@ -292,7 +292,7 @@ class MambaSlotAllocator:
             raise ValueError(f"slots is {slots}; accepted: distinct slots")
         for slot in slots:
             self._check_writable(slot)
-        self._host_states.keep_live(list(map(self._host_states.live_slot, request_indices)), slots)
+        self._host_states.store_live(list(map(self._host_states.live_slot, request_indices)), slots)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the state of `block_id` into the request's live slot, which counts as a use of the state.
@@ -370,7 +370,7 @@ class MambaSlotAllocator:
     def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Offsets [prefills, width] and counts [prefills], int32 on the CPU; (None, None) without a plan."""
         rows = self._prefill_rows()
-        if not self._planned.any or rows.start == rows.stop:
+        if not self._planned.has_planned or rows.start == rows.stop:
             return None, None
         return self._planned.offsets[rows], self._planned.counts[rows]
 
@@ -427,7 +427,7 @@ class MambaSlotAllocator:
         return [*inner], [*inner.values()], [*ends], [*ends.values()], [*hash_of_block.values()]
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
-        self._host_states.keep_scratch(src_offsets, slots)
+        self._host_states.store_scratch(src_offsets, slots)
 
     def _clear_intermediate_state(self) -> None:
         self._planned.clear_rows(self._prefill_rows())

@@ -15,7 +15,7 @@ class PlannedStates:
     A row is a request's place in the host's tensors. Scratch has the states inside prefills, row after row.
 
     Attributes:
-        any: whether a state is planned since the last step.
+        has_planned: whether a state is planned since the last step.
         offsets [rows, 3], counts [rows]: int32 on the CPU; after how many new tokens of a row states inside
             its prefill lie, ascending, and how many there are.
         inner_blocks [rows, 3], end_blocks [rows]: int32 on the CPU; the KV blocks that those states, and the
@@ -32,7 +32,7 @@ class PlannedStates:
         self.offsets = self.counts.new_zeros(num_rows, _MAX_OFFSETS)
         self.inner_blocks = torch.full_like(self.offsets, -1)
         self.end_blocks = torch.full_like(self.counts, -1)
-        self.any = False
+        self.has_planned = False
         self._ranks: dict[int, dict[int, int]] = {}  # of rows that are not clear: block -> rank of its kind
 
     def add(
@@ -53,7 +53,7 @@ class PlannedStates:
         inner_blocks[row, : len(chosen)] = [block_at[position] for position in chosen]
         self.counts[row] = len(chosen)
         self.end_blocks[row] = block_at.get(stop, -1)
-        self.any |= bool(chosen) or stop in block_at
+        self.has_planned |= bool(chosen) or stop in block_at
         return len(inside) - len(chosen)
 
     def written(self, rows: slice, counts: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
@@ -88,7 +88,7 @@ class PlannedStates:
     def clear_rows(self, rows: slice) -> None:
         """Remove what is planned for the rows of the last step."""
         self._clear_rows(rows)
-        self.any = False
+        self.has_planned = False
 
     def _clear_rows(self, rows: slice) -> None:
         self.offsets[rows] = 0

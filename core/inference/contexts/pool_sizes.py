@@ -63,7 +63,7 @@ class PoolSizes:
             return replace(_of_total(config, ranks, pages.per_chunk), pages=pages)
         num_slots = min(rank.num_slots for rank in ranks) if config.enable_prefix_caching else 0
         num_blocks = min(rank.num_blocks for rank in ranks)
-        return cls(num_blocks + pages.added_blocks(config, num_blocks), num_slots, pages=pages)
+        return cls(num_blocks + pages.num_added_blocks(config, num_blocks), num_slots, pages=pages)
 
 
 class RankMemory(NamedTuple):

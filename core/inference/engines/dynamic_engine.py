@@ -250,7 +250,7 @@ class DynamicInferenceEngine:
     def ensure_allocated(self, call: str) -> None:
         """`ensure_usable` of a call that needs the pools: RuntimeError where the engine is suspended, too."""
         self.ensure_usable(call)
-        if not self.context.memory.allocated:
+        if not self.context.memory.is_allocated:
             raise RuntimeError(f"{call} is called on a suspended engine; resume it first")
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
@@ -517,7 +517,7 @@ class DynamicInferenceEngine:
     def suspend(self) -> None:
         """Free all pools until `resume`: the cache is cleared, running requests wait, `step` raises."""
         self.ensure_usable("suspend")
-        if self.context.memory.allocated:
+        if self.context.memory.is_allocated:
             self._apply("suspend")
 
     def resume(self) -> None:
@@ -529,7 +529,7 @@ class DynamicInferenceEngine:
         """Clear the cache and all counts, end all requests with "reset", and repair a broken engine."""
         if self.core.stepping:
             self.ensure_usable("reset")
-        self._apply("reset", self.core.weights_version, self.context.memory.allocated)
+        self._apply("reset", self.core.weights_version, self.context.memory.is_allocated)
         if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
             users, other = self.factory.next_ids
             self.factory.next_ids = ((users >> 32) + 1) << 32, other

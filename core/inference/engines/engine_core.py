@@ -260,11 +260,11 @@ class EngineCore:
             self.broken_by = None
         self.notify_ended()
         self.weights_version = weights_version
-        if allocated != self._context.memory.allocated:
+        if allocated != self._context.memory.is_allocated:
             self.resume() if allocated else self.suspend()
 
     def _clear_prefixes(self) -> None:
-        if self._context.memory.allocated:  # a suspended engine caches nothing
+        if self._context.memory.is_allocated:  # a suspended engine caches nothing
             self._context.reset_prefix_cache()
 
     def _end(self, request: DynamicInferenceRequest, reason: FinishReason) -> RequestResult:

@@ -172,7 +172,7 @@ class EngineThread(Thread):
         engine = self._engine
         try:
             engine.settle()
-            if not (engine.context.memory.allocated and engine.has_unfinished_requests()):
+            if not (engine.context.memory.is_allocated and engine.has_unfinished_requests()):
                 return False
             report = engine.step(claims_results=False)  # of requests that calls have added
         except KVBlockCapacityError as error:

@@ -105,7 +105,7 @@ def raising(engine: Engine, place: str, error: type[BaseException], after: bool)
 def check_goes_on(engine: Engine, stream: ms.TokenStream) -> None:
     """The user goes on: the running request gets its tokens, others too, and nothing is left."""
     engine.check_integrity()
-    if not engine.context.memory.allocated:
+    if not engine.context.memory.is_allocated:
         engine.resume()
     list(stream)
     assert stream.result is not None

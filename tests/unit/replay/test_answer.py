@@ -2,7 +2,15 @@
 
 import pytest
 from mambaslots.replay.cache_rows import DEFAULT_ROW, UNLIMITED, PolicyRow
-from mambaslots.replay.report import BudgetPoint, Cell, CellResult, TraceSource, answer, answers, table
+from mambaslots.replay.report import (
+    BudgetPoint,
+    Cell,
+    CellResult,
+    TraceSource,
+    sizing_sentence,
+    sizing_sentences,
+    table,
+)
 from mambaslots.replay.setting import ReplayResult, ReplaySetting, model_shape
 
 SHAPE = model_shape("nemotron-h-8b")
@@ -39,7 +47,7 @@ SHAPE = model_shape("nemotron-h-8b")
 )
 def test_the_smallest_budget_that_is_enough(shares: dict[int, float], unlimited: float, said: str) -> None:
     points = [BudgetPoint(budget, share) for budget, share in shares.items()]
-    assert answer(points, unlimited, "in all") == said
+    assert sizing_sentence(points, unlimited, "in all") == said
 
 
 def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
@@ -55,7 +63,7 @@ def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
         cell("a", "unlimited", settings[0], 90),
         cell("b", "unlimited", settings[0], 0),
     ]
-    first, second, third = answers(cells, {"a": 0.9, "b": 0.0}, "ours")
+    first, second, third = sizing_sentences(cells, {"a": 0.9, "b": 0.0}, "ours")
     assert first.startswith("a: give it 8 GB for states, with 20 GB for KV: it then resumes 90.0 %")
     assert second.startswith(
         "a: give it more than 22 GB for states and KV together: with that it resumes 60.0 %"
@@ -90,5 +98,5 @@ def test_the_pool_that_lacks_memory_is_named(lost: dict[str, int], said: str) ->
     setting = ReplaySetting(SHAPE, state_gb=8.0, kv_gb=1.0)
     result = ReplayResult(10, 1000, 600, lost_by_reason=lost)
     one = CellResult(Cell(TraceSource("chat"), DEFAULT_ROW, setting), "chat", 10, result)
-    (sentence,) = answers([one], {"chat": 0.9}, "ours")
+    (sentence,) = sizing_sentences([one], {"chat": 0.9}, "ours")
     assert sentence.startswith(f"chat: {said}")

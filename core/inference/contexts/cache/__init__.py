@@ -5,7 +5,7 @@ blocks and of states, and with the pool of each:
 
     prefix_cache ------- kv_block_allocator -------- block_tree
       |                     |                            |
-    pins                 borrowing, memory               |
+    pins                 unit_borrower, memory           |
       |                     |                            |
     paths -------------- state_slots --------------- cached_states ---- eviction, value_eviction
 
@@ -22,8 +22,8 @@ eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value
 state_tree           what that policy knows of prefixes, ghosts included
 use_rates            how soon requests come back to a state of each class
-memory, borrowing    both pools as units of one memory, whose sides may change
-cleaning             which free entries are not zero yet
+memory               both pools as units of one memory; unit_borrower moves units between them
+dirty_entries        which free entries are not zero yet
 tier                 which states have a copy in host memory or in a file
 hashing              chained hashes of blocks, and salts
 pool_stats           counts, and why tokens were computed or entries removed

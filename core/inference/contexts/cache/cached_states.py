@@ -35,10 +35,10 @@ class CachedStates:
     ) -> None:
         self.tree = tree
         self.policy = policy
-        self.offloaded: HostTier | frozenset[int] = frozenset() if tier is None else tier  # hashes there
+        self.offloaded_hashes: HostTier | frozenset[int] = tier or frozenset()
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
         self.block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
-        self.used: set[int] = set()  # slots from which a request resumed since their commit
+        self.resumed_slots: set[int] = set()  # slots from which a request resumed since their commit
         self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.version = 0  # counts changes of what a hash finds, and never falls
         self._changed = deque[int](maxlen=_MAX_CHANGES)  # the hashes of the last changes
@@ -67,7 +67,7 @@ class CachedStates:
 
     def holds_state(self, block: int) -> bool:
         """Whether the registered block's state is in a slot, or has a copy in a tier."""
-        return block in self.slot_of_block or self.tree.hash_of(block) in self.offloaded
+        return block in self.slot_of_block or self.tree.hash_of(block) in self.offloaded_hashes
 
     def by_recency(self) -> list[int]:
         """The slots of all states, least recently used first: the same on all ranks, under all policies."""
@@ -106,7 +106,7 @@ class CachedStates:
         """A request resumed from this slot, or an import brought its state again."""
         self.policy.use(slot)
         self._last_used_ns[slot] = self._now_ns()
-        self.used.add(slot)
+        self.resumed_slots.add(slot)
 
     def remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         """Remove the states of these blocks, as far as they have one; returns the slots of these states."""
@@ -127,9 +127,9 @@ class CachedStates:
         if slots and cause in EVICTIONS:
             last_used_ns, now_ns = self._last_used_ns, max(self._latest_ns, self._clock())
             turnover.count_ages(now_ns, [last_used_ns[slot] for slot in slots])
-            turnover.num_unused += sum(slot not in self.used for slot in slots)
-        if self.used:
-            self.used.difference_update(slots)
+            turnover.num_unused += sum(slot not in self.resumed_slots for slot in slots)
+        if self.resumed_slots:
+            self.resumed_slots.difference_update(slots)
         self.tree.leaves.reorder(removed)
         self.policy.remove(slots, cause in EVICTIONS)
         return slots
@@ -141,7 +141,7 @@ class CachedStates:
         self._changed.clear()  # there are too many changes to list
         self.block_of_hash.clear()
         self.slot_of_block.clear()
-        self.used.clear()
+        self.resumed_slots.clear()
         self.tree.ghosts.clear()
         self.turnover.by_cause["reset"] += num_removed
         self.policy.clear()
@@ -182,7 +182,7 @@ class CachedStates:
         assert len(slots) == len(self.slot_of_block), "two blocks share a slot"
         assert all(self._block_of_slot[slot] == slots[slot] for slot in slots), "a slot's block is another"
         assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
-        assert self.used <= slots.keys(), "a slot without a state counts as used"
+        assert self.resumed_slots <= slots.keys(), "a slot without a state counts as used"
         hashes = {
             prefix_hash: block for slot, block in slots.items() if (prefix_hash := self._hash_of_slot[slot])
         }

@@ -17,7 +17,7 @@ class Boundary(NamedTuple):
 
     position: int
     kind: BoundaryKind
-    keeps: bool = False  # a decode state that stays when the request stores its next one
+    is_kept: bool = False  # a decode state that stays when the request stores its next one
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class CheckpointPlan:
         for position, kind in sorted(planned, key=lambda place: KINDS_BY_WORTH.index(place[1])):
             position -= position % block_size_tokens
             if start < position <= stop:
-                keeps = kind == "decode" and isinstance(self.decode, int) and position % self.decode == 0
-                first.setdefault(position, Boundary(position, kind, keeps))
+                is_kept = kind == "decode" and isinstance(self.decode, int) and position % self.decode == 0
+                first.setdefault(position, Boundary(position, kind, is_kept))
         return tuple(first.values())
 
     def _planned(

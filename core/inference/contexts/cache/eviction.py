@@ -46,17 +46,17 @@ class EvictionPolicy:
         raise NotImplementedError
 
     def set_hashes(
-        self, slots: Sequence[int], hashes: Sequence[int], path: Callable[[int], Sequence[int]]
+        self, slots: Sequence[int], hashes: Sequence[int], hashes_to: Callable[[int], Sequence[int]]
     ) -> None:
         """The states in `slots` are found under `hashes`.
 
-        `path(i)` returns the hashes of the prefix of the state in `slots[i]`, `hashes[i]` last.
+        `hashes_to(i)` returns the hashes of the prefix of the state in `slots[i]`, `hashes[i]` last.
         """
 
-    def add_request(self, hashes: Sequence[int], stop: int, again: bool = False) -> int:
+    def add_request(self, hashes: Sequence[int], stop: int, was_preempted: bool = False) -> int:
         """A request with these prefix hashes arrives; it could resume after at most `hashes[:stop]`.
 
-        `again`: whether the request arrived before, and was preempted. Returns a number for the request.
+        `was_preempted`: whether it arrived before, and was preempted. Returns a number for the request.
         """
         return -1
 

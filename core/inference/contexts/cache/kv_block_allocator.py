@@ -9,7 +9,7 @@ from typing import Protocol
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
 from .block_tree import BlockTree, Parent
-from .cleaning import DirtyEntries
+from .dirty_entries import DirtyEntries
 from .free_blocks import BlocksByUnit
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
@@ -22,7 +22,7 @@ MAX_HASH = (1 << 63) - 1
 
 
 class BlockBorrower(Protocol):
-    """`Borrowing`, whose module imports this one: moves units of a shared memory from states to blocks."""
+    """`UnitBorrower`, whose module imports this one: moves units of a shared memory from states to blocks."""
 
     def num_blocks_to_borrow(self, pinned: Sequence[int] | None = None) -> int: ...
 
@@ -77,14 +77,14 @@ class KVBlockAllocator:
                 deregistered; None for KV alone.
             clock: says when blocks are used.
             dirty: collects the blocks that become free.
-            units: of a memory that blocks share with states, between which `borrowing` moves units.
+            units: of a memory that blocks share with states, between which `unit_borrower` moves units.
         """
         self._slots = slots
         self._clock = clock
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
-        self.borrowing: BlockBorrower | None = None
+        self.unit_borrower: BlockBorrower | None = None
         self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
@@ -147,9 +147,9 @@ class KVBlockAllocator:
         needed = integer("num_blocks", num_blocks, 0)
         matched = integer("potential_matched_count", potential_matched_count, 0)
         missing = needed - (self.total_avail + self.num_cached - matched)
-        if missing <= 0 or self.borrowing is None:
+        if missing <= 0 or self.unit_borrower is None:
             return missing <= 0
-        return missing <= self.borrowing.num_blocks_to_borrow(pinned_slots)
+        return missing <= self.unit_borrower.num_blocks_to_borrow(pinned_slots)
 
     # ---- allocation and references
 
@@ -160,8 +160,8 @@ class KVBlockAllocator:
             KVBlockCapacityError: too few blocks are free or cached; nothing is evicted.
         """
         num_blocks = integer("num_blocks", num_blocks, 0)
-        if num_blocks > self.total_avail and self.borrowing is not None:
-            self.borrowing.borrow_blocks(num_blocks)
+        if num_blocks > self.total_avail and self.unit_borrower is not None:
+            self.unit_borrower.borrow_blocks(num_blocks)
         missing = num_blocks - self.total_avail
         if missing > self.num_cached:
             raise KVBlockCapacityError(num_blocks, self.total_avail + self.num_cached)

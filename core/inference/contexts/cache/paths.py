@@ -95,7 +95,7 @@ class PathStep:
             chain.extend_to([*self.sequence, *(self.drafts or (UNKNOWN_TOKEN,))], position)
         return chain.hashes[position // chain.block_size_tokens - 1]
 
-    def knows(self, boundary: Boundary) -> bool:
+    def knows_tokens_before(self, boundary: Boundary) -> bool:
         """Whether all tokens before the boundary are known."""
         return boundary.position <= len(self.sequence)
 
@@ -126,7 +126,7 @@ class PlannedState(NamedTuple):
     def of(cls, step: PathStep, boundary: Boundary, prefix_hash: int) -> "PlannedState":
         """The state of a step at a boundary, where the prefix has the hash `prefix_hash`."""
         hashes, depth = step.path.chain.hashes, boundary.position // step.path.chain.block_size_tokens
-        hashes = hashes if step.knows(boundary) else [*hashes[: depth - 1], prefix_hash]
+        hashes = hashes if step.knows_tokens_before(boundary) else [*hashes[: depth - 1], prefix_hash]
         return cls(hashes, depth, boundary.kind, step.path.policy_ticket)
 
     @property
@@ -143,7 +143,7 @@ class Reservations:
     def __init__(self, slots: StateSlots) -> None:
         self._slots, self._policy = slots, slots.policy
         self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
-        self._unknown: set[int] = set()  # planned hashes of no prefix
+        self._placeholders: set[int] = set()  # planned hashes of no prefix
 
     def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
@@ -174,7 +174,7 @@ class Reservations:
         unknown = {
             prefix_hash
             for prefix_hash in wanted
-            if not certain[prefix_hash][0].knows(certain[prefix_hash][1])
+            if not certain[prefix_hash][0].knows_tokens_before(certain[prefix_hash][1])
         }
         chosen = self.plan(
             [PlannedState.of(*certain[prefix_hash], prefix_hash) for prefix_hash in wanted], unknown
@@ -197,7 +197,7 @@ class Reservations:
     def plan(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
         """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""
         policy, slots = self._policy, self._slots
-        self._unknown.update(unknown)
+        self._placeholders.update(unknown)
         for state in planned:
             policy.insert_planned(*state)
         wanted = dict.fromkeys(state.prefix_hash for state in planned)
@@ -276,7 +276,7 @@ class Reservations:
 
     def abort(self) -> None:
         """Free all reserved slots that are not pinned."""
-        for prefix_hash in self._unknown:
+        for prefix_hash in self._placeholders:
             self._policy.discard_planned(prefix_hash)
         self.clear()
         self._policy.remove_planned(None)  # also what an interrupted `plan` planned
@@ -285,11 +285,11 @@ class Reservations:
     def clear(self) -> None:
         """Expect no state any more; the caller clears slots and policy."""
         self._planned.clear()
-        self._unknown.clear()
+        self._placeholders.clear()
 
     def _remove_planned(self, prefix_hash: int) -> None:
-        if prefix_hash in self._unknown:
-            self._unknown.remove(prefix_hash)
+        if prefix_hash in self._placeholders:
+            self._placeholders.remove(prefix_hash)
             self._policy.discard_planned(prefix_hash)
         else:
             self._policy.remove_planned(prefix_hash)

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from ....validation import INT32_MAX, boolean, integer
 from .block_tree import BlockTree
-from .borrowing import Borrowing
 from .cached_states import PrefixMatch, Span, match_prefix
 from .checkpoint_plan import CheckpointPlan
-from .cleaning import MemoryCleaner
+from .dirty_entries import MemoryCleaner
 from .eviction import PolicyChoice, checked_policy
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
@@ -20,6 +19,7 @@ from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
 from .state_slots import StateSlots
 from .tier import HostTier
+from .unit_borrower import UnitBorrower
 
 
 class PrefixCache:
@@ -97,7 +97,7 @@ class PrefixCache:
         self.kv_blocks = KVBlockAllocator(
             num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
         )
-        self._borrowing = Borrowing(units, self.kv_blocks, self.slots, cleaner) if units else None
+        self._unit_borrower = UnitBorrower(units, self.kv_blocks, self.slots, cleaner) if units else None
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
 
     # ---- what is cached
@@ -139,7 +139,7 @@ class PrefixCache:
 
     def open(
         self, chain: PrefixHashChain, plan: CheckpointPlan, table_row: TableRow, *,
-        max_resume_tokens: int | None = None, again: bool = False,
+        max_resume_tokens: int | None = None, was_preempted: bool = False,
     ) -> CachedPath:  # fmt: skip
         """A path that holds nothing yet.
 
@@ -150,14 +150,14 @@ class PrefixCache:
                 sequence may have blocks. 20 tokens in blocks of 8 need 3.
             max_resume_tokens: the sequence could resume after at most so many tokens, of which the eviction
                 policy learns. None for no limit but the chain's whole blocks.
-            again: whether the request came before, and was preempted.
+            was_preempted: whether the request came before, and was preempted.
         """
         path = CachedPath(chain, plan, table_row, self._enabled)
         if path.caches:
             num_reachable = len(chain.hashes)
             if max_resume_tokens is not None:
                 num_reachable = min(num_reachable, max_resume_tokens // self._block_size)
-            path.policy_ticket = self.slots.policy.add_request(chain.hashes, num_reachable, again)
+            path.policy_ticket = self.slots.policy.add_request(chain.hashes, num_reachable, was_preempted)
         return path
 
     def can_hold(
@@ -291,10 +291,10 @@ class PrefixCache:
         Returns:
             The steps with their `destinations`.
         """
-        if self._borrowing:
+        if self._unit_borrower:
             block_of_hash = self.cached_states.block_of_hash
             wanted = {step.hash_at(boundary.position) for step in steps for boundary in step.boundaries}
-            self._borrowing.borrow_slots(sum(prefix_hash not in block_of_hash for prefix_hash in wanted))
+            self._unit_borrower.borrow_slots(sum(prefix_hash not in block_of_hash for prefix_hash in wanted))
         return self.reservations.reserve(steps, max_inner_states)
 
     def commit(self, step: PathStep) -> dict[int, int]:
@@ -313,9 +313,9 @@ class PrefixCache:
                 reservations.expect(slot, state)
             committed[position] = reservations.commit(slot, block)
             if step.decoding:
-                keeps = any(b.position == position and b.keeps for b in step.boundaries)
+                is_kept = any(b.position == position and b.is_kept for b in step.boundaries)
                 self.slots.remove_rolling(path)
-                if committed[position] == slot and not keeps:
+                if committed[position] == slot and not is_kept:
                     path.rolling_block = block
         return committed
 
@@ -425,8 +425,8 @@ class PrefixCache:
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
         self.reservations.check_integrity()
-        if self._borrowing:
-            self._borrowing.check_integrity()
+        if self._unit_borrower:
+            self._unit_borrower.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
         num_findable = len(self.cached_states.block_of_hash)

@@ -9,7 +9,7 @@ from typing import Protocol
 from ....errors import MambaSlotCapacityError
 from .block_tree import BlockTree
 from .cached_states import CachedStates
-from .cleaning import DirtyEntries
+from .dirty_entries import DirtyEntries
 from .eviction import LRUEviction, PolicyChoice
 from .memory import MemoryUnits
 from .pool_stats import STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
@@ -45,7 +45,7 @@ class StateSlots:
         self.tree = tree
         self._tier = tier
         self._units = units
-        self.live: set[int] = set()  # empty where live states have a pool of their own
+        self.live_slots: set[int] = set()  # empty where live states have a pool of their own
         self.free_slots = self._unused_slots()
         self.reserved: dict[int, int] = {}  # slot -> its block, or -1 once that is evicted
         self.pins: dict[int, int] = {}  # slot -> how often it is pinned
@@ -61,7 +61,7 @@ class StateSlots:
 
     def _unused_slots(self) -> list[int]:
         """All slots but live ones and those whose memory holds KV, in the order of the free list."""
-        taken = self.live.union(self._units.lent_slots if self._units else ())
+        taken = self.live_slots.union(self._units.lent_slots if self._units else ())
         free = [slot for slot in range(self.num_slots) if slot not in taken]
         return free[::-1] if self._units else free
 
@@ -74,7 +74,7 @@ class StateSlots:
             committed=len(self.cached_states.slot_of_block),
             committed_total=turnover.num_entered,
             evicted_total=sum(turnover.by_cause[cause] for cause in STATE_EVICTIONS),
-            live=len(self.live),
+            live=len(self.live_slots),
         )
 
     @property
@@ -199,12 +199,12 @@ class StateSlots:
             self.cached_states.record_use(resume_slot)
             self._spill([resume_slot], "live_state")
             slots = [resume_slot, *slots]
-        self.live.update(slots)
+        self.live_slots.update(slots)
         return slots
 
     def free_live(self, slots: Sequence[int]) -> None:
         """Free live slots."""
-        self.live.difference_update(slots)
+        self.live_slots.difference_update(slots)
         self._add_free(slots)
 
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
@@ -257,7 +257,7 @@ class StateSlots:
         """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
         block = owner.rolling_block
         slot = self.cached_states.slot_of(block)
-        if slot < 0 or slot in self.cached_states.used or self.remove_unpinned(block, "rolled"):
+        if slot < 0 or slot in self.cached_states.resumed_slots or self.remove_unpinned(block, "rolled"):
             owner.rolling_block = -1
 
     def remove_rolling_states(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
@@ -294,7 +294,7 @@ class StateSlots:
     def clear(self, totals: bool = False, live: bool = False) -> None:
         """Remove every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
         if live:
-            self.live.clear()
+            self.live_slots.clear()
         # No state may be findable once its slot is free: the index goes first, the free list comes last.
         self.cached_states.clear()
         self.reserved.clear()
@@ -361,9 +361,11 @@ class StateSlots:
         assert len(free) == len(self.free_slots), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
-        assert self.live.isdisjoint(free | reserved | committed), "a live slot is free, reserved or committed"
+        assert self.live_slots.isdisjoint(free | reserved | committed), (
+            "a live slot is free, reserved or committed"
+        )
         assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
-        num_owned = len(free) + len(reserved) + len(committed) + len(self.live) + len(lent)
+        num_owned = len(free) + len(reserved) + len(committed) + len(self.live_slots) + len(lent)
         assert num_owned == self.num_slots, "a slot is nowhere"
         targets = [block for block in self.reserved.values() if block >= 0]
         assert len(targets) == len(set(targets)), "two slots are reserved for one block"

@@ -33,7 +33,7 @@ class StateNode:
     slot: int = GHOST  # or `PLANNED`
     parent: "StateNode | None" = None  # None for a state without a hash, and for the root, always present
     children: dict[int, list["StateNode"]] = field(default_factory=dict)
-    below: int = 0  # the rates of all ghosts below, down to the next states that are present
+    demand_below: int = 0  # the rates of all ghosts below, down to the next states that are present
     rate: int = 0  # how often it is expected to be used, by class and age
     role: Role = Role.FRONTIER
     is_abandoned: bool = False  # its session went another way above
@@ -42,9 +42,9 @@ class StateNode:
     num_uses: int = 0
     is_running: bool = False  # the deepest state of a running request, which does not grow old
     state_class: int = 0
-    bucket: int = 0  # of its age, since `entered`; the next one begins at `due`
-    entered: int = 0
-    due: int = -1
+    bucket: int = 0  # of its age, since `bucket_since`; the next one begins at `bucket_ends_at`
+    bucket_since: int = 0
+    bucket_ends_at: int = -1
     serial: int = 0  # orders states of one value: the last change of class longest ago goes first
     entry: Entry | None = None
 
@@ -54,8 +54,8 @@ class StateNode:
 
     @property
     def demand(self) -> int:
-        """What this node adds to `below` of its parent."""
-        return 0 if self.is_present else self.below + self.rate
+        """What this node adds to `demand_below` of its parent."""
+        return 0 if self.is_present else self.demand_below + self.rate
 
     @property
     def child_nodes(self) -> "Iterator[StateNode]":
@@ -95,7 +95,7 @@ class StateNode:
         """Add `change` to what falls back on the nodes above; returns the present one whose value changes."""
         above = self.parent
         while change and above is not None:
-            above.below += change
+            above.demand_below += change
             if above.slot != GHOST:
                 return [above] if above.parent is not None else []
             above = above.parent
@@ -129,7 +129,7 @@ class StateTree:
             parent.detach(child)
             child.edge = child.edge[length:]
             node.attach(child)
-            node.below += child.demand
+            node.demand_below += child.demand
         parent.attach(node)
         self.num_edge_hashes += length * (1 - len(below))
         self.nodes[node.prefix_hash] = node
@@ -172,7 +172,7 @@ class StateTree:
         nodes = [self.root, *self.nodes.values()]
         for node in nodes:
             children = list(node.child_nodes)
-            assert node.below == sum(child.demand for child in children), "the demand of ghosts is off"
+            assert node.demand_below == sum(child.demand for child in children), "the demand of ghosts is off"
             for child in children:
                 assert child.parent is node, "a node is below another parent"
                 assert self.nodes.get(child.prefix_hash) is child, "a node in the tree is not known"

@@ -70,21 +70,21 @@ class ValueEviction(EvictionPolicy):
         self._sees_requests = False
         self._now = 0  # requests so far
         self._calendar: dict[int, list[StateNode]] = {}  # request -> nodes whose next bucket begins then
-        self._sweep: list[StateNode] = []  # nodes to score anew, with new rates
+        self._to_rescore: list[StateNode] = []  # nodes to score anew, with new rates
         self._serial = 0
         self._heap: list[Entry] = []
 
     # ---- requests
 
-    def add_request(self, hashes: Sequence[int], stop: int, again: bool = False) -> int:
-        """A request arrives; preempted ones (`again`) count as no use. Returns its number."""
+    def add_request(self, hashes: Sequence[int], stop: int, was_preempted: bool = False) -> int:
+        """A request arrives; preempted ones (`was_preempted`) count as no use. Returns its number."""
         self._sees_requests = True
-        if not again:
+        if not was_preempted:
             self._tick()
         node = self._tree.deepest(hashes, stop)
         turn = 1
         if node.parent is not None:
-            if not again:
+            if not was_preempted:
                 forks = len(hashes) <= node.depth or hashes[node.depth] not in node.children
                 self._count_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
                 if node.children and node.num_uses <= _MAX_SESSION_USES:
@@ -108,17 +108,17 @@ class ValueEviction(EvictionPolicy):
     def _tick(self) -> None:
         self._now = now = self._now + 1
         for node in self._calendar.pop(now, ()):
-            if node.due == now and node.parent is not None:
+            if node.bucket_ends_at == now and node.parent is not None:
                 self._count_wait(node)
                 self._schedule(node, node.bucket + 1)
                 self._update_rate(node)
-        if not self._sweep and now % _REFRESH_REQUESTS == 0:
+        if not self._to_rescore and now % _REFRESH_REQUESTS == 0:
             self._rates.refresh()
-            self._sweep = list(self._tree.nodes.values())
-        for node in self._sweep[-_RESCORED_PER_REQUEST:]:
+            self._to_rescore = list(self._tree.nodes.values())
+        for node in self._to_rescore[-_RESCORED_PER_REQUEST:]:
             if node.parent is not None:
                 self._update_rate(node)
-        del self._sweep[-_RESCORED_PER_REQUEST:]
+        del self._to_rescore[-_RESCORED_PER_REQUEST:]
 
     def _count_use(self, node: StateNode, *, is_fork: bool) -> None:
         self._rates.uses[node.state_class][node.bucket] += 1
@@ -220,9 +220,9 @@ class ValueEviction(EvictionPolicy):
             self._push([node])
 
     def set_hashes(
-        self, slots: Sequence[int], hashes: Sequence[int], path: Callable[[int], Sequence[int]]
+        self, slots: Sequence[int], hashes: Sequence[int], hashes_to: Callable[[int], Sequence[int]]
     ) -> None:
-        """The states in `slots` are found under `hashes`; `path(i)` returns the hashes of one's prefix."""
+        """The states in `slots` are found under `hashes`; `hashes_to(i)`: the hashes of one's prefix."""
         for i, (slot, prefix_hash) in enumerate(zip(slots, hashes, strict=True)):
             unnamed = self._slots[slot]
             if unnamed.parent is not None:
@@ -237,7 +237,7 @@ class ValueEviction(EvictionPolicy):
                 self._push([unnamed])
                 continue
             if node is None or not node.is_present:
-                self.insert_planned(prefix := path(i), len(prefix), "", -1)
+                self.insert_planned(prefix := hashes_to(i), len(prefix), "", -1)
                 node = self._tree.nodes[prefix_hash]
             del self._planned[prefix_hash]
             unnamed.entry, node.slot = None, slot
@@ -271,7 +271,7 @@ class ValueEviction(EvictionPolicy):
         while ghost is not None:
             self._push(self._tree.remove(ghost))
             self._count_wait(ghost)
-            ghost.due = -1
+            ghost.bucket_ends_at = -1
             ghost = self._tree.surplus_ghost()
 
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
@@ -308,16 +308,16 @@ class ValueEviction(EvictionPolicy):
 
     def _schedule(self, node: StateNode, bucket: int) -> None:
         """The node's age is in this bucket from now on."""
-        node.bucket, node.entered, node.due = bucket, self._now, -1
+        node.bucket, node.bucket_since, node.bucket_ends_at = bucket, self._now, -1
         if bucket + 1 < NUM_BUCKETS and not node.is_running:
-            node.due = self._now + AGE_BOUNDS[bucket + 1] - AGE_BOUNDS[bucket]
-            self._calendar.setdefault(node.due, []).append(node)
+            node.bucket_ends_at = self._now + AGE_BOUNDS[bucket + 1] - AGE_BOUNDS[bucket]
+            self._calendar.setdefault(node.bucket_ends_at, []).append(node)
 
     def _count_wait(self, node: StateNode) -> None:
         """Count how many requests the node has waited in its bucket."""
         if not node.is_running:
-            self._rates.waits[node.state_class][node.bucket] += self._now - node.entered
-        node.entered = self._now
+            self._rates.waits[node.state_class][node.bucket] += self._now - node.bucket_since
+        node.bucket_since = self._now
 
     def _update_rate(self, node: StateNode) -> None:
         rate = self._rates.rates[node.state_class][node.bucket]
@@ -342,7 +342,7 @@ class ValueEviction(EvictionPolicy):
         blocks = node.depth - above.depth
         if node.state_class == _STEP_END:
             return blocks * node.rate // 2
-        return blocks * (node.rate + node.below)
+        return blocks * (node.rate + node.demand_below)
 
     def _new_serial(self, node: StateNode) -> None:
         self._serial += 1

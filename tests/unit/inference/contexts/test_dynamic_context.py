@@ -97,7 +97,7 @@ def test_a_step_that_ends_on_a_boundary_writes_the_durable_slot_and_is_read_from
     written = int(inputs.state_destinations[0])
     slots, live = context.prefix_cache.slots, chunk.allocation.live_slots
     assert written in map(context.memory.state_pool.durable_index, slots.reserved)
-    assert slots.live == set(live)
+    assert slots.live_slots == set(live)
     with torch.inference_mode():
         small_model()(inputs)
     context.end_step()

@@ -274,7 +274,7 @@ def test_inputs_take_half_the_memory(
 ) -> None:
     found = PoolSizes.of(settings_of(spec), spec)
     assert found.pages == pages
-    assert found.num_kv_blocks == 1000 + pages.of_requests(256)
+    assert found.num_kv_blocks == 1000 + pages.num_pages_of(256)
     assert share_of_a_state(spec, InputPages()) == pytest.approx(before, abs=0.01)
     assert share_of_a_state(spec, pages) < after
 
@@ -282,10 +282,10 @@ def test_inputs_take_half_the_memory(
 def test_pages_of_many_requests_are_few() -> None:
     pages = InputPages(9, 15)
     assert [pages.num_pages_for(count) for count in (0, 1, 9, 10, 128)] == [0, 1, 1, 2, 15]
-    assert pages.of_requests(1) == 15
-    assert pages.of_requests(2) == 30
-    assert pages.of_requests(256) / (256 * 15) == pytest.approx(0.61, abs=0.01)
-    assert InputPages().num_pages_for(7) == InputPages().of_requests(9) == 0
+    assert pages.num_pages_of(1) == 15
+    assert pages.num_pages_of(2) == 30
+    assert pages.num_pages_of(256) / (256 * 15) == pytest.approx(0.61, abs=0.01)
+    assert InputPages().num_pages_for(7) == InputPages().num_pages_of(9) == 0
 
 
 @pytest.mark.parametrize(("blocks", "added"), [(4095, 2326), (4096, 3840), (4196, 3740), (9000, 2326)])

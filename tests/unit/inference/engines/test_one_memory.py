@@ -9,7 +9,7 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache import borrowing, memory
+from mambaslots.inference.contexts.cache import memory, unit_borrower
 from mambaslots.inference.contexts.cache.memory import MemoryDivision, UnitSizes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.net import export_prefixes, import_prefixes
@@ -19,7 +19,7 @@ from oracle.serving import random_tokens, run_checked, serve_checked, small_engi
 from oracle.workload import assert_idle, counted_moves
 
 BLOCK = 8
-FILES = {"borrowing.py", "kv_block_allocator.py", "state_slots.py", "memory.py"}
+FILES = {"unit_borrower.py", "kv_block_allocator.py", "state_slots.py", "memory.py"}
 
 
 def engine_of(num_units: int, **settings: object) -> ms.DynamicInferenceEngine:
@@ -55,9 +55,9 @@ class Churn:
         kv, slots = self._cache.kv_blocks, self._cache.slots
         if self._num_steps % 6 == 0:
             kv.evict_lru_blocks(kv.num_cached)
-            kv.borrowing.borrow_slots(len(slots.free_slots) + 8)  # type: ignore[union-attr]
+            kv.unit_borrower.borrow_slots(len(slots.free_slots) + 8)  # type: ignore[union-attr]
         elif self._num_steps % 3 == 0:
-            kv.borrowing.borrow_blocks(kv.total_avail + kv.num_cached + 4)  # type: ignore[union-attr]
+            kv.unit_borrower.borrow_blocks(kv.total_avail + kv.num_cached + 4)  # type: ignore[union-attr]
 
 
 def traffic(engine: ms.DynamicInferenceEngine, rounds: int, length: int = 6) -> None:
@@ -302,4 +302,4 @@ def test_the_line_of_memory_says_what_is_shared() -> None:
     engine = engine_of(5)
     said = engine.context.memory.summary()
     assert "cached states and KV share" in said
-    assert borrowing.MAX_LOOKS > 0
+    assert unit_borrower.MAX_LOOKS > 0

@@ -25,7 +25,7 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
     for prompt in prompts:
         serve_checked(engine, [prompt], length=1)
     slots_ = engine.context.prefix_cache.slots
-    assert (len(slots_.cached_states.slot_of_block), slots_.live) == (slots + idle, set())
+    assert (len(slots_.cached_states.slot_of_block), slots_.live_slots) == (slots + idle, set())
     assert slots_.num_slots == slots + idle + 1 + drafts
     for prompt in prompts[3:]:
         (result,) = serve_checked(engine, [[*prompt[:16], 1]], length=1)
@@ -35,7 +35,7 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
     for prompt in several:
         engine.add_request(prompt, params)
     assert len(engine.step().admitted) == rows
-    assert len(slots_.live) == rows * (1 + drafts)
+    assert len(slots_.live_slots) == rows * (1 + drafts)
     assert len(slots_.cached_states.slot_of_block) <= slots
     for result in run_checked(engine).values():
         assert result.num_resumed_tokens == 16
@@ -65,7 +65,7 @@ def test_a_request_takes_over_the_only_slot_left_and_resumes_from_it(mode: str) 
     (taken,) = set(slots_.cached_states.slot_of_block.values()) - slots_.pins.keys()
     request_id = engine.add_request([*shared, 1], params)
     assert request_id in (*engine.step().admitted, *engine.step().admitted)  # a step may be under way
-    assert taken in slots_.live
+    assert taken in slots_.live_slots
     assert len(slots_.cached_states.slot_of_block) == 1
     result = run_checked(engine)[request_id]
     assert result.num_resumed_tokens == 16
@@ -134,13 +134,17 @@ def test_reset_and_suspend_free_live_slots_and_a_reset_of_the_cache_does_not() -
     engine.step()
     engine.reset_prefix_cache()
     engine.check_integrity()
-    assert (len(slots_.live), len(slots_.free_slots), len(slots_.cached_states.slot_of_block)) == (1, 2, 0)
+    assert (len(slots_.live_slots), len(slots_.free_slots), len(slots_.cached_states.slot_of_block)) == (
+        1,
+        2,
+        0,
+    )
     engine.suspend()
     engine.check_integrity()
-    assert (len(slots_.live), len(slots_.free_slots)) == (0, 3)
+    assert (len(slots_.live_slots), len(slots_.free_slots)) == (0, 3)
     engine.resume()
     engine.step()
-    assert len(slots_.live) == 1
+    assert len(slots_.live_slots) == 1
     engine.reset()
     engine.check_integrity()
-    assert (len(slots_.live), len(slots_.free_slots)) == (0, 3)
+    assert (len(slots_.live_slots), len(slots_.free_slots)) == (0, 3)

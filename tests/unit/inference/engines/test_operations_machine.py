@@ -42,7 +42,7 @@ class OperationsMachine(RuleBasedStateMachine):
 
     @property
     def running(self) -> bool:
-        return self.engine.context.memory.allocated
+        return self.engine.context.memory.is_allocated
 
     def collect(self) -> None:
         """After steps that others made: results wait in the engine, and tokens were reported to no caller."""

@@ -64,7 +64,7 @@ def suspended_engine() -> ms.DynamicInferenceEngine:
 
 
 def assert_suspended(engine: ms.DynamicInferenceEngine) -> None:
-    assert not engine.context.memory.allocated
+    assert not engine.context.memory.is_allocated
     with pytest.raises(RuntimeError, match="step is called on a suspended engine; resume it first"):
         engine.step()
 
@@ -75,7 +75,7 @@ def test_resuming_allocates_so_many_tensors() -> None:
     with allocations_fail(NUM_TENSORS) as made:
         engine.resume()
     assert len(made) == NUM_TENSORS
-    assert engine.context.memory.allocated
+    assert engine.context.memory.is_allocated
 
 
 @on_each_kind
@@ -152,7 +152,7 @@ def test_an_interrupted_suspend_leaves_a_suspended_engine(owner: type, name: str
 
     with patch.object(owner, name, interrupted), pytest.raises(Interrupted):
         engine.suspend()
-    assert not engine.context.memory.allocated
+    assert not engine.context.memory.is_allocated
     engine.resume()
     serve_checked(engine, PROMPTS)
 
@@ -163,12 +163,12 @@ def test_an_interrupted_suspend_leaves_a_suspended_engine(owner: type, name: str
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_pool_of_a_host_comes_back_whole_or_not_at_all(number: int) -> None:
     slots = FakeHost().allocator(5, HostSlotAllocator)
-    slots.release_pool()
+    slots.deallocate_pool()
     for _ in range(2):
         with allocations_fail(number), pytest.raises(torch.OutOfMemoryError):
-            slots.resume_pool()
+            slots.allocate_pool()
         assert (slots.conv_states.shape[1], slots.ssm_states.shape[1]) == (0, 0)
-    slots.resume_pool()
+    slots.allocate_pool()
     assert (slots.conv_states.shape[1], slots.ssm_states.shape[1]) == (5, 5)
 
 
@@ -187,9 +187,9 @@ def test_an_offloaded_pool_survives_a_failed_resume(number: int) -> None:
         return real(tensor, *args)  # type: ignore[call-overload, no-any-return]
 
     with patch.object(torch.Tensor, "to", to), pytest.raises(torch.OutOfMemoryError):
-        slots.resume_pool()
+        slots.allocate_pool()
     assert (slots.conv_states.shape[1], slots.ssm_states.shape[1]) == (0, 0)
-    slots.resume_pool()
+    slots.allocate_pool()
     assert slots.conv_states.shape[1] == slots.ssm_states.shape[1] == 5
     assert slots.conv_states.eq(2).all()
     assert slots.ssm_states.eq(3).all()

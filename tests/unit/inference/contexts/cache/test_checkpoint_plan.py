@@ -93,7 +93,7 @@ def test_every_block_takes_every_boundary():
 
 def test_only_multiples_of_decode_outlive_the_next_state():
     def kept(decode):
-        return [b.position for b in boundaries(CheckpointPlan(decode=decode), 0, 16, 0) if b.keeps]
+        return [b.position for b in boundaries(CheckpointPlan(decode=decode), 0, 16, 0) if b.is_kept]
 
     assert (kept(8), kept("rolling"), kept("off")) == ([8, 16], [], [])
 

@@ -132,7 +132,7 @@ class SharedSlotsMachine(RuleBasedStateMachine):
             return
         self.slots.check_integrity()
         assert [self.slots.cached_states.block_of(slot) for slot in eviction_order(self.slots)] == self.order
-        assert self.slots.live == {slot for row in self.rows for slot in row}
+        assert self.slots.live_slots == {slot for row in self.rows for slot in row}
         assert self.slots.num_available == self.num_available
 
 
@@ -147,11 +147,14 @@ def test_more_than_can_be_had_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ms.MambaSlotCapacityError) as raised:
         slots.allocate_live(3)
     assert (raised.value.required, raised.value.available) == (3, 2)
-    assert (len(slots.free_slots), slots.live) == (2, set())
+    assert (len(slots.free_slots), slots.live_slots) == (2, set())
 
 
 def test_a_slot_that_is_lost_or_in_two_hands_is_found() -> None:
-    for spoil in (lambda slots, slot: slots.live.clear(), lambda slots, slot: slots.free_slots.append(slot)):
+    for spoil in (
+        lambda slots, slot: slots.live_slots.clear(),
+        lambda slots, slot: slots.free_slots.append(slot),
+    ):
         slots = make_slots(2)
         (slot,) = slots.allocate_live(1)
         slots.check_integrity()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .cleaning import MemoryCleaner
+from .dirty_entries import MemoryCleaner
 from .free_blocks import BlocksByUnit
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
@@ -23,7 +23,7 @@ class KVUnit(NamedTuple):
     last_use: int
 
 
-class Borrowing:
+class UnitBorrower:
     """Moves units between states and KV, as one of them needs memory. Moves no bytes.
 
     A state and the KV before it are worth nothing without each other, so the order in which states are
@@ -40,7 +40,7 @@ class Borrowing:
         self._slots = slots
         self._clock_hand = 0  # the unit at which the next look begins
         self._cleaner = cleaner
-        kv_blocks.borrowing = self
+        kv_blocks.unit_borrower = self
 
     # ---- states need memory
 
@@ -105,7 +105,7 @@ class Borrowing:
     def num_blocks_to_borrow(self, pinned: Sequence[int] | None = None) -> int:
         """How many blocks `borrow_blocks` could add; `pinned`: by a request that needs spare units."""
         units, slots = self.units, self._slots
-        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live, *(pinned or ())])
+        fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live_slots, *(pinned or ())])
         movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
         num_spare = units.num_spare_units if pinned is not None else 0
         number = min(movable, self._num_units_that_may_go) - num_spare

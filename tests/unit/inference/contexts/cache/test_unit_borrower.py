@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from mambaslots.errors import MambaSlotCapacityError
-from mambaslots.inference.contexts.cache.borrowing import Borrowing, KVUnit
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.memory import (
@@ -22,6 +21,7 @@ from mambaslots.inference.contexts.cache.memory import (
     UnitSizes,
 )
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.unit_borrower import KVUnit, UnitBorrower
 from mambaslots.inference.contexts.device_memory import DeviceMemory
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from oracle.serving import small_model
@@ -88,7 +88,7 @@ class Units:
 
     def __init__(self, units, victims=()):
         self.candidates, self.left = units, []
-        self.lending = Borrowing.__new__(Borrowing)
+        self.lending = UnitBorrower.__new__(UnitBorrower)
         self.lending.units = SimpleNamespace(num_kv_units=0, slots_per_unit=1)
         self.lending._free_list = SimpleNamespace(whole_units=[])
         self.lending._slots = SimpleNamespace(free_slots=[], next_victims=lambda count: list(victims[:count]))
@@ -157,7 +157,12 @@ def assert_disjoint(ranges, total):
 def usable(cache):
     """The slots and blocks that may be used now."""
     slots, kv = cache.slots, cache.kv_blocks
-    numbers = {*slots.free_slots, *slots.cached_states.slot_of_block.values(), *slots.reserved, *slots.live}
+    numbers = {
+        *slots.free_slots,
+        *slots.cached_states.slot_of_block.values(),
+        *slots.reserved,
+        *slots.live_slots,
+    }
     free = list(kv.free_blocks)
     blocks = {*free, *kv.tree.block_of_hash.values(), *kv.references}
     return numbers, blocks
@@ -218,7 +223,7 @@ class Borrowers(RuleBasedStateMachine):
         )
         cache.register(path, tokens, len(tokens))
         for block in path.blocks[-takes:] if takes else ():
-            cache._borrowing.borrow_slots(1)
+            cache._unit_borrower.borrow_slots(1)
             if block not in cache.slots.cached_states.slot_of_block and cache.slots.num_available:
                 cache.slots.commit_slots(cache.slots.reserve_slots([block]))
 
@@ -261,7 +266,7 @@ class Borrowers(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):
         before = len(self.cache.slots.cached_states.slot_of_block)
-        self.cache._borrowing.borrow_slots(count)
+        self.cache._unit_borrower.borrow_slots(count)
         gone = before - len(self.cache.slots.cached_states.slot_of_block)
         assert gone <= before
 
@@ -269,20 +274,20 @@ class Borrowers(RuleBasedStateMachine):
     def blocks_are_wanted(self, count):
         kv = self.cache.kv_blocks
         could = kv.is_memory_available(count)
-        self.cache._borrowing.borrow_blocks(count)
+        self.cache._unit_borrower.borrow_blocks(count)
         assert not could or kv.total_avail + kv.num_cached >= count
 
     @rule(count=st.integers(1, 2))
     def live_slots_are_taken(self, count):
         """As an idle row does; there are so many as the pins of running requests leave."""
         slots = self.cache.slots
-        if len(slots.live) + count <= self.division.num_live and slots.num_available >= count:
+        if len(slots.live_slots) + count <= self.division.num_live and slots.num_available >= count:
             slots.allocate_live(count)
 
-    @precondition(lambda self: self.cache.slots.live)
+    @precondition(lambda self: self.cache.slots.live_slots)
     @rule()
     def a_row_gets_idle(self):
-        self.cache.slots.free_live([min(self.cache.slots.live)])
+        self.cache.slots.free_live([min(self.cache.slots.live_slots)])
 
     @rule(count=st.integers(1, 3))
     def states_are_evicted(self, count):
@@ -315,10 +320,10 @@ class Borrowers(RuleBasedStateMachine):
         assert stats.num_held_kv_blocks == len(self.cache.kv_blocks.references)
         pins, kv = self.cache.pins, self.cache.kv_blocks
         if not (
-            self.paths or self.cache.slots.live
+            self.paths or self.cache.slots.live_slots
         ):  # what pins leave is within reach, and so are the live slots of all rows
             assert kv.is_memory_available(pins.max_sequence_blocks(), 0, ())
-            assert self.cache.slots.num_available >= self.division.num_live - len(self.cache.slots.live)
+            assert self.cache.slots.num_available >= self.division.num_live - len(self.cache.slots.live_slots)
 
 
 def test_the_lowest_free_slots_are_allocated_first_so_that_units_become_free():
@@ -329,14 +334,14 @@ def test_the_lowest_free_slots_are_allocated_first_so_that_units_become_free():
         num_live_slots=division.num_live, division=division,
     )  # fmt: skip
     slots = cache.slots
-    num_fixed, first, second = division.num_fixed_slots, *map(cache._borrowing.units.slots_of, (2, 3))
+    num_fixed, first, second = division.num_fixed_slots, *map(cache._unit_borrower.units.slots_of, (2, 3))
     taken = slots.reserve_slots(range(num_fixed + 6))  # all of the first unit, and two of the second
     assert sorted(taken) == [*range(num_fixed), *first, *second[:2]]
     slots.release([first[0], second[1], first[2], 0, second[0]])
-    assert cache._borrowing._free_state_unit() == 3
+    assert cache._unit_borrower._free_state_unit() == 3
     assert sorted(slots.reserve_slots([90, 91, 92])) == [0, first[0], first[2]]
-    assert cache._borrowing._free_state_unit() == 3
-    cache._borrowing.borrow_blocks(15)  # more than the 14 of the two units that hold KV
+    assert cache._unit_borrower._free_state_unit() == 3
+    cache._unit_borrower.borrow_blocks(15)  # more than the 14 of the two units that hold KV
     assert cache.kv_blocks.total_avail == 21
     assert slots.free_slots == []
 
