@@ -26,13 +26,9 @@ class Admission:
     """
 
     def __init__(
-        self,
-        config: InferenceConfig,
-        chunk_size: int,
-        cache: PrefixCache,
-        request_states: RequestStates,
+        self, config: InferenceConfig, chunk_size: int, cache: PrefixCache, request_states: RequestStates,
         memory: DeviceMemory,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._caches = config.enable_prefix_caching
         self._replays = config.decodes_by_replay
         self._block_size = config.block_size_tokens

@@ -81,15 +81,9 @@ class MambaSlotAllocator:
     """
 
     def __init__(
-        self,
-        context: Any,
-        max_slots: int,
-        num_mamba_layers: int,
-        conv_states_shape: tuple[int, ...],
-        ssm_states_shape: tuple[int, ...],
-        conv_states_dtype: torch.dtype,
-        ssm_states_dtype: torch.dtype,
-    ) -> None:
+        self, context: Any, max_slots: int, num_mamba_layers: int, conv_states_shape: tuple[int, ...],
+        ssm_states_shape: tuple[int, ...], conv_states_dtype: torch.dtype, ssm_states_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
         """Shapes are those of one layer's state. ValueError for a size out of range, or a wrong context."""
         self.context = context
         self.max_slots = integer("max_slots", max_slots, 0, INT32_MAX)
@@ -321,15 +315,9 @@ class MambaSlotAllocator:
     # ---- before the step
 
     def compute_and_store_offsets(
-        self,
-        req: Any,
-        current_id: int,
-        skip_tokens: int,
-        prefill_chunk_length: int,
-        num_matched_blocks: int,
-        matched_block_ids: list[int],
-        overall_required_blocks: int,
-    ) -> None:
+        self, req: Any, current_id: int, skip_tokens: int, prefill_chunk_length: int, num_matched_blocks: int,
+        matched_block_ids: list[int], overall_required_blocks: int,
+    ) -> None:  # fmt: skip
         """Choose the boundaries to store in the part of a prompt that request row `current_id` computes.
 
         The part is tokens [finished + skip_tokens, finished + prefill_chunk_length) of `req.prompt_tokens`,

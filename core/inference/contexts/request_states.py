@@ -39,14 +39,9 @@ class StatePool:
     """
 
     def __init__(
-        self,
-        states: Sequence[StateTensor],
-        num_live: int,
-        num_durable: int,
-        device: torch.device | str = "cpu",
-        is_shared: bool = False,
-        memory: Tensor | None = None,
-    ) -> None:
+        self, states: Sequence[StateTensor], num_live: int, num_durable: int,
+        device: torch.device | str = "cpu", is_shared: bool = False, memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`memory`: [slots, bytes of a slot] uint8, zeros, perhaps with gaps between slots; None: new."""
         self.is_shared = is_shared
         self.states = tuple(states)

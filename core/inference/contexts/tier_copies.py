@@ -32,14 +32,9 @@ class HostCopies(StateCopies):
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        state_bytes: int,
-        bytes_of: Callable[[int], Tensor],
-        device: torch.device,
-        files: StateFiles | None = None,
-        scrubs: bool = False,
-    ) -> None:
+        self, num_slots: int, state_bytes: int, bytes_of: Callable[[int], Tensor], device: torch.device,
+        files: StateFiles | None = None, scrubs: bool = False,
+    ) -> None:  # fmt: skip
         """`bytes_of`: of a durable slot, now; `scrubs`: zero staging places. MemoryError: cannot pin."""
         self._device = device
         self._bytes_of = bytes_of

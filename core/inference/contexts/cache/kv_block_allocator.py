@@ -60,15 +60,9 @@ class KVBlockAllocator:
     """
 
     def __init__(
-        self,
-        total_count: int,
-        enable_prefix_caching: bool = True,
-        *,
-        slots: StateSlots | None = None,
-        clock: Clock = time.monotonic_ns,
-        dirty: DirtyEntries | None = None,
-        units: MemoryUnits | None = None,
-    ) -> None:
+        self, total_count: int, enable_prefix_caching: bool = True, *, slots: StateSlots | None = None,
+        clock: Clock = time.monotonic_ns, dirty: DirtyEntries | None = None, units: MemoryUnits | None = None,
+    ) -> None:  # fmt: skip
         """A pool of `total_count` blocks.
 
         Args:

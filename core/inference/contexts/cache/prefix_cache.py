@@ -51,19 +51,11 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        num_kv_blocks: int,
-        num_slots: int,
-        block_size_tokens: int,
-        eviction_policy: PolicyChoice = "value",
-        *,
-        enabled: bool = True,
-        clock: Clock = time.monotonic_ns,
-        num_live_slots: int = 0,
-        tier: HostTier | None = None,
-        division: MemoryDivision | None = None,
+        self, num_kv_blocks: int, num_slots: int, block_size_tokens: int,
+        eviction_policy: PolicyChoice = "value", *, enabled: bool = True, clock: Clock = time.monotonic_ns,
+        num_live_slots: int = 0, tier: HostTier | None = None, division: MemoryDivision | None = None,
         cleaner: MemoryCleaner | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """
         Args:
             num_kv_blocks: blocks of the KV pool.

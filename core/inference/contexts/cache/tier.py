@@ -120,15 +120,9 @@ class HostTier:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        copies: StateCopies | None = None,
-        *,
-        num_files: int = 0,
-        agree: Callable[[bool], bool] = bool,
-        scrubs: bool = False,
-        state_bytes: int = 0,
-    ) -> None:
+        self, num_slots: int, copies: StateCopies | None = None, *, num_files: int = 0,
+        agree: Callable[[bool], bool] = bool, scrubs: bool = False, state_bytes: int = 0,
+    ) -> None:  # fmt: skip
         """`agree`: whether a copy, good or not on this rank, is good on all; `state_bytes`: the largest."""
         self.files = TierSlots(num_files)
         self.copies = copies or StateCopies()
