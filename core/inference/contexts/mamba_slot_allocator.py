@@ -4,7 +4,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import countOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,7 @@ from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
 from .host_settings import HostSettings, block_count, size_of
 from .host_states import HostStates, HostTree
-from .planned_states import PlannedStates
-
-
-class WrittenStates(NamedTuple):
-    """The states that a step has written, in megatron-core's lists: those inside prefills, then at ends."""
-
-    inner_blocks: list[int]
-    scratch_indices: list[int]  # of the inner states
-    end_blocks: list[int]
-    rows: list[int]  # the requests whose live states they are
-    hashes: list[int]  # of the inner blocks, then of the end blocks
+from .planned_states import PlannedStates, WrittenStates
 
 
 class MambaSlotAllocator:
@@ -372,7 +362,7 @@ class MambaSlotAllocator:
         not fail.
         """
         try:
-            self._commit(WrittenStates(*self._collect_commit_data()))
+            self._commit(self._collect_commit_data())
         finally:
             self._clear_intermediate_state()
 
@@ -398,21 +388,11 @@ class MambaSlotAllocator:
             raise
         self.register_block_hashes_batch(blocks, hashes)
 
-    def _collect_commit_data(self) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-        """The states at the step's planned boundaries whose blocks have none yet, as `WrittenStates`."""
+    def _collect_commit_data(self) -> WrittenStates:
+        """The states at the step's planned boundaries whose blocks have none yet."""
         metadata = self.context.mamba_metadata
         counts = metadata.per_request_intermediate_counts if metadata.intermediate_count > 0 else ()
-        inner, ends = self._planned.written(self._prefill_rows(), counts)
-        cached_states, reserved = self.slots.cached_states, set(self.slots.reserved.values())
-        hash_of_block: dict[int, int] = {}
-        for block in (*inner, *ends):
-            prefix_hash = self.slots.tree.hash_of(block)
-            findable = prefix_hash > 0 and cached_states.block_of_hash.get(prefix_hash, block) == block
-            if findable and block not in reserved and block not in cached_states.slot_of_block:
-                hash_of_block[block] = prefix_hash
-        inner = {block: offset for block, offset in inner.items() if block in hash_of_block}
-        ends = {block: row for block, row in ends.items() if block in hash_of_block}
-        return [*inner], [*inner.values()], [*ends], [*ends.values()], [*hash_of_block.values()]
+        return self._planned.unstored(self._prefill_rows(), counts, self.slots)
 
     def _copy_intermediate_to_cache(self, src_offsets: list[int], slots: list[int]) -> None:
         self._host_states.store_scratch(src_offsets, slots)

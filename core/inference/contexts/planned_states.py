@@ -1,12 +1,24 @@
 """The boundaries at which the rows of a host's step store states, and where kernels write those states."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .cache.checkpoint_plan import KINDS_BY_WORTH, Boundary
+from .cache.state_slots import StateSlots
 
 _MAX_OFFSETS = 3  # of a row, as megatron-core sizes its scratch
+
+
+class WrittenStates(NamedTuple):
+    """The states that a step has written, in megatron-core's lists: those inside prefills, then at ends."""
+
+    inner_blocks: list[int]
+    scratch_indices: list[int]  # of the inner states
+    end_blocks: list[int]
+    rows: list[int]  # the requests whose live states they are
+    hashes: list[int]  # of the inner blocks, then of the end blocks
 
 
 class PlannedStates:
@@ -72,6 +84,22 @@ class PlannedStates:
         inner.pop(-1, None)  # a host may have cleared rows
         ends.pop(-1, None)
         return inner, ends
+
+    def unstored(self, rows: slice, counts: Iterable[int], slots: StateSlots) -> WrittenStates:
+        """Of the `written` states those of registered blocks without a state or a reserved slot."""
+        inner, ends = self.written(rows, counts)
+        cached_states, reserved = slots.cached_states, set(slots.reserved.values())
+        hash_of_block: dict[int, int] = {}
+        for block in (*inner, *ends):
+            prefix_hash = slots.tree.hash_of(block)
+            findable = prefix_hash > 0 and cached_states.block_of_hash.get(prefix_hash, block) == block
+            if findable and block not in reserved and block not in cached_states.slot_of_block:
+                hash_of_block[block] = prefix_hash
+        inner = {block: index for block, index in inner.items() if block in hash_of_block}
+        ends = {block: row for block, row in ends.items() if block in hash_of_block}
+        return WrittenStates(
+            [*inner], [*inner.values()], [*ends], [*ends.values()], [*hash_of_block.values()]
+        )
 
     def ranks(self) -> dict[int, int]:
         """Block -> the rank of its boundary's kind, 0 the worthiest; the worthiest of rows that share it."""
