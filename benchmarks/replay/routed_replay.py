@@ -192,8 +192,8 @@ class _ReplicaEngine(EngineReplay):
 
     after_step: Callable[[], None]
 
-    def _make(self, batch: Sequence[ScheduledRequest]) -> None:
-        super()._make(batch)
+    def _run_batch(self, batch: Sequence[ScheduledRequest]) -> None:
+        super()._run_batch(batch)
         self.after_step()
 
     def _pass_decodes(self, number: int, step_ns: int) -> None:

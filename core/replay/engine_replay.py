@@ -146,11 +146,11 @@ class EngineReplay:
 
     def step(self) -> bool:
         """Make the next step and the quiet decodes after it; False where nothing is left."""
-        while not (batch := self._scheduled()):
+        while not (batch := self._schedule()):
             if (next_ns := self.arrivals.next_ns) is None:
                 return False
             self.now_ns = max(self.now_ns, next_ns)
-        self._make(batch)
+        self._run_batch(batch)
         has_free_rows = len(self.scheduler.running) < self.context.config.max_requests
         if not (self.scheduler.waiting and has_free_rows):
             self._pass_quiet_decodes()
@@ -174,7 +174,7 @@ class EngineReplay:
 
     # ---- requests
 
-    def _scheduled(self) -> Batch:
+    def _schedule(self) -> Batch:
         """The requests of the next step, among them those that have arrived by now."""
         while numbers := self.arrivals.due(self.now_ns):
             for number in numbers:
@@ -218,7 +218,7 @@ class EngineReplay:
 
     # ---- steps
 
-    def _make(self, batch: Batch) -> None:
+    def _run_batch(self, batch: Batch) -> None:
         batch = self.context.reserve_step(batch)
         self.context.end_step()
         num_decodes = sum(scheduled.decoding for scheduled in batch)

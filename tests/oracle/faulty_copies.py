@@ -52,7 +52,7 @@ class FaultyCopies:
             self._make(*self._late.pop())
 
     def _make(self, row: Tensor, host_slot: int, serial: int) -> None:
-        self._copies._keep(row, host_slot, serial)
+        self._copies._copy_to_host(row, host_slot, serial)
         if self._fails():
             self._spoil(self._copies.memory[host_slot])
 

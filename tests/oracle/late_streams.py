@@ -88,7 +88,7 @@ def late_copies() -> Iterator[list[LateStream]]:
     def current(stream: object) -> Iterator[None]:
         yield
 
-    keep, bring, step = HostCopies._keep, HostCopies._bring, StepStream()
+    keep, bring, step = HostCopies._copy_to_host, HostCopies._copy_back, StepStream()
 
     def late_keep(self: Any, row: torch.Tensor, host_slot: int, serial: int) -> None:
         self._stream.launch(lambda: keep(self, row, host_slot, serial))
@@ -101,8 +101,8 @@ def late_copies() -> Iterator[list[LateStream]]:
         patch.object(host_copies, "_new_stream", new_stream),
         patch.object(host_copies, "_pin", lambda rows: None),
         patch.object(host_copies, "_unpin", lambda rows, stream: None),
-        patch.object(HostCopies, "_keep", late_keep),
-        patch.object(HostCopies, "_bring", late_bring),
+        patch.object(HostCopies, "_copy_to_host", late_keep),
+        patch.object(HostCopies, "_copy_back", late_bring),
         patch.object(torch.cuda, "current_stream", lambda device: step),
         patch.object(torch.cuda, "stream", current),
         patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),

@@ -45,7 +45,7 @@ class LossyChannel:
         self._is_telling = True
         events = self.publisher.take()
         if events is not None:
-            self._bring(encode_events(events))
+            self._copy_back(encode_events(events))
         while self._late and self._random.random() < 0.5:
             self._arrive(self._late.pop(self._random.randrange(len(self._late))))
         self._is_telling = False
@@ -62,7 +62,7 @@ class LossyChannel:
             self._is_telling = False
             assert self.index.apply(self.publisher.snapshot())
 
-    def _bring(self, data: bytes) -> None:
+    def _copy_back(self, data: bytes) -> None:
         chance = self._random.random() / self._faults if self._faults else 4.0
         if chance < 1:
             return
@@ -75,4 +75,4 @@ class LossyChannel:
 
     def _arrive(self, data: bytes) -> None:
         if not self.index.apply(decode_events(data)) and self._random.random() < 0.5:
-            self._bring(encode_events(self.publisher.snapshot()))
+            self._copy_back(encode_events(self.publisher.snapshot()))

@@ -62,7 +62,7 @@ class DynamicInferenceContext:
         if self.prefix_cache.tier is not None:
             scrubber.host_slots = self.prefix_cache.tier.host.dirty
         self._request_states = self._new_request_states()
-        self._empty_rows()
+        self._replace_admission()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
@@ -102,7 +102,7 @@ class DynamicInferenceContext:
             return ReplayedStates(pool, cache, self._chunk_size)
         return RequestStates(pool, cache, in_place)
 
-    def _empty_rows(self) -> None:
+    def _replace_admission(self) -> None:
         self.admission = Admission(
             self.config, self._chunk_size, self.prefix_cache, self._request_states, self.memory
         )
@@ -300,7 +300,7 @@ class DynamicInferenceContext:
         self.batch = ()
         self.uncommitted = []
         self.admission.clear()
-        self._empty_rows()
+        self._replace_admission()
         if not keep_counts:
             self._ledger = TokenLedger()
             self._num_requests_seen = 0

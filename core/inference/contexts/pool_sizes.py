@@ -54,7 +54,7 @@ class PoolSizes:
             raise ValueError(
                 f"total_gb is set on the ranks {shared} of {len(ranks)}; accepted: on all or on none"
             )
-        caching = [rank.caching for rank in ranks]
+        caching = [rank.caches for rank in ranks]
         if len(set(caching)) > 1:
             raise ValueError(
                 f"enable_prefix_caching is {caching} on the ranks of the model; accepted: the same on all"
@@ -74,7 +74,7 @@ class RankMemory(NamedTuple):
     total_gb: float | None
     budget: RankBudget  # bytes of states and KV, live states included, and what they are spent on
     undivided_bytes: int  # of running requests' inputs, and of live states where cached ones are encoded
-    caching: bool
+    caches: bool
     can_divide: bool  # whether states and KV can share one memory
 
     @classmethod
@@ -112,7 +112,7 @@ class RankMemory(NamedTuple):
     def least_bytes(self, num_blocks: int) -> int:
         """Bytes of live states, of a cached one and of `num_blocks` KV blocks."""
         slot, block = self.budget.sizes
-        return (self.budget.num_live + self.caching) * slot + num_blocks * block
+        return (self.budget.num_live + self.caches) * slot + num_blocks * block
 
 
 def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_pages: int) -> PoolSizes:

@@ -66,7 +66,7 @@ class HostCopies(StateCopies):
         self._versions[host_slot] += 1
         state = self._bytes_of(slot)
         if self._stream is None:
-            self._keep(state, host_slot, serial)
+            self._copy_to_host(state, host_slot, serial)
             return
         with on_device_of(self._device):
             stage = self._next_stage
@@ -79,13 +79,13 @@ class HostCopies(StateCopies):
             self._stream.wait_event(step.record_event())
             try:
                 with torch.cuda.stream(self._stream):
-                    self._keep(staged, host_slot, serial)
+                    self._copy_to_host(staged, host_slot, serial)
                     if self._scrubs:
                         staged.zero_()
             finally:  # a call that fails may have launched a copy
                 self._copied[stage] = self._stored[host_slot] = self._stream.record_event()
 
-    def _keep(self, state: Tensor, host_slot: int, serial: int) -> None:
+    def _copy_to_host(self, state: Tensor, host_slot: int, serial: int) -> None:
         self.memory[host_slot].copy_(state, non_blocking=True)
         self._sums[host_slot] = self._checksum(state, serial)
         if self._sums_for_files is not None:
@@ -123,17 +123,17 @@ class HostCopies(StateCopies):
     def fetch(self, host_slot: int, slot: int, serial: int) -> bool:
         state = self._bytes_of(slot)
         if self._stream is None:
-            return self._bring(state, host_slot, serial)
+            return self._copy_back(state, host_slot, serial)
         with on_device_of(self._device):
             step = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(step)  # a step may still read what the slot held
             try:
                 with torch.cuda.stream(self._stream):
-                    return self._bring(state, host_slot, serial)
+                    return self._copy_back(state, host_slot, serial)
             finally:  # a call that fails may have launched a copy, and the slot is used again
                 step.wait_stream(self._stream)
 
-    def _bring(self, state: Tensor, host_slot: int, serial: int) -> bool:
+    def _copy_back(self, state: Tensor, host_slot: int, serial: int) -> bool:
         state.copy_(self.memory[host_slot], non_blocking=True)
         return bool(self._checksum(state, serial) == self._sums[host_slot])
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 def test_copies_that_sleep_in_both_directions_change_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are used again meanwhile; answers and hits are those of a pool that evicts nothing."""
-    keep, bring = HostCopies._keep, HostCopies._bring
+    keep, bring = HostCopies._copy_to_host, HostCopies._copy_back
 
     def slept(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -22,8 +22,8 @@ def test_copies_that_sleep_in_both_directions_change_no_state(monkeypatch: pytes
 
         return call
 
-    monkeypatch.setattr(HostCopies, "_keep", slept(keep))
-    monkeypatch.setattr(HostCopies, "_bring", slept(bring))
+    monkeypatch.setattr(HostCopies, "_copy_to_host", slept(keep))
+    monkeypatch.setattr(HostCopies, "_copy_back", slept(bring))
     model = tiny_model(torch.float32, "cuda")
     texts = [random_tokens(150, seed) for seed in range(6)]
     found = []

@@ -98,7 +98,7 @@ def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch
         ask(engine, text, 1)
     model.version = 1
     engine.set_weights_version(1)
-    monkeypatch.setattr(HostCopies, "_keep", lambda *arguments: None)
+    monkeypatch.setattr(HostCopies, "_copy_to_host", lambda *arguments: None)
     for text in (prompt, [7] * 20, prompt):
         result = ask(engine, text, 1, version=1)
     assert result.num_resumed_tokens == 0

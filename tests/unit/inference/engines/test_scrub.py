@@ -222,7 +222,7 @@ def test_a_failed_copy_leaves_no_bytes_of_the_row_before(
     def fails(*arguments: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(HostCopies, "_keep", fails)
+    monkeypatch.setattr(HostCopies, "_copy_to_host", fails)
     serve(engine, [random_tokens(40, seed) for seed in range(4, 9)])
     assert not copies.memory.any()
 
