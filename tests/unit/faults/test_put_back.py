@@ -176,7 +176,7 @@ FAULTS = {
             (
                 POLICIES + "state_slots.py",
                 "lambda slot: slot not in protected",
-                f"lambda slot: not {HOST_KV}.block_ref_counts[self.states.block_of(slot)]",
+                f"lambda slot: not {HOST_KV}.block_ref_counts[self.cached_states.block_of(slot)]",
             ),
         ),
     ),

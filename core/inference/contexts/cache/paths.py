@@ -165,21 +165,12 @@ class Reservations:
             beyond = set(inner[max_inner_states:])
             wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
         if not self._policy.refuses:
-            decoding = [
-                certain[prefix_hash][0].path
-                for prefix_hash in wanted
-                if certain[prefix_hash][1].kind == "decode"
-            ]
+            planned = map(certain.__getitem__, wanted)
+            decoding = [step.path for step, boundary in planned if boundary.kind == "decode"]
             slots.remove_rolling_states(decoding, len(wanted))
-        unknown = {
-            prefix_hash
-            for prefix_hash in wanted
-            if not certain[prefix_hash][0].knows_tokens_before(certain[prefix_hash][1])
-        }
-        chosen = self.plan(
-            [PlannedState.of(*certain[prefix_hash], prefix_hash) for prefix_hash in wanted], unknown
-        )
-        passed = unknown.union(chosen)  # what is unknown is noted once its tokens are known
+        unknown = {each for each in wanted if not PathStep.knows_tokens_before(*certain[each])}
+        chosen = self.plan([PlannedState.of(*certain[each], each) for each in wanted], unknown)
+        passed = unknown.union(chosen)  # what is unknown is remembered once its tokens are known
         cached_states.remember_refused([prefix_hash for prefix_hash in by_worth if prefix_hash not in passed])
         # States of drafts evict nothing, because the drafts may be wrong.
         num_free = len(slots.free_slots) - len(chosen)
