@@ -328,17 +328,15 @@ def _is_unchanged(
 ) -> bool:
     """Whether a match of the same sequence would be found again; O(1)."""
     tree, ghosts, basis = cached_states.tree, cached_states.tree.ghosts, known.basis
-    next_hash, next_unseen = (
-        chain.hashes[count] if count < num_tokens // chain.block_size_tokens else 0
-        for count in (len(known.blocks), known.seen_tokens // chain.block_size_tokens)
-    )
+    hashes, whole = chain.hashes, num_tokens // chain.block_size_tokens
+    num_matched, num_seen = len(known.blocks), known.seen_tokens // chain.block_size_tokens
     return (
         num_tokens == basis.num_tokens
         and basis.state_version == cached_states.version
         and basis.num_lapses == ghosts.num_lapses
         and not (known.blocks and not tree.is_current(known.blocks[-1], basis.tree_version))
-        and next_hash not in tree.block_of_hash
-        and not ghosts.has(next_unseen, "block")
+        and not (num_matched < whole and hashes[num_matched] in tree.block_of_hash)
+        and not (num_seen < whole and ghosts.has(hashes[num_seen], "block"))
     )
 
 
