@@ -237,13 +237,13 @@ def test_a_stream_from_inside_a_step_that_could_not_be_added_ends() -> None:
         def step_begun(self, *arguments: object) -> None:
             if not late:
                 late.append(engine.stream(PROMPTS[0], EIGHT))
-                engine.core.add = failing
+                engine.core.scheduler.add = failing
 
         def step_ended(self, *arguments: object) -> None:
             pass
 
     def failing(request: object) -> None:
-        del engine.core.add
+        del engine.core.scheduler.add
         raise MemoryError
 
     engine.context.observers.append(Adding())

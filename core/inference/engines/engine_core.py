@@ -46,7 +46,7 @@ CoreCall = Literal[
     "add", "end", "step", "pin", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume",
     "reset",
 ]  # fmt: skip
-"""The methods of `EngineCore` that change an engine; all ranks of a split model call them."""
+"""The names of the methods of `EngineCore` that change an engine; all ranks of a split model call them."""
 
 
 @contextmanager
@@ -65,15 +65,23 @@ def signals_deferred() -> Iterator[None]:
             signal.signal(number, handlers[signal.Signals(number)])
             signal.raise_signal(number)
 
-    for number in handlers:
-        signal.signal(number, hold)
-    try:
-        yield
-    finally:
+    def restore() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for first in arrived[:1]:
-            signal.raise_signal(first)
+
+    try:
+        for number in handlers:
+            signal.signal(number, hold)
+        yield
+    finally:
+        try:
+            restore()
+        except BaseException:  # of a signal that arrived between two of them
+            restore()
+            raise
+        finally:
+            for first in arrived[:1]:
+                signal.raise_signal(first)
 
 
 class EngineCore:
@@ -90,7 +98,7 @@ class EngineCore:
         self.requests: dict[int, DynamicInferenceRequest] = {}  # by id; those that have not ended
         self.unclaimed: dict[int, RequestResult] = {}  # of requests without an owner, not reported
         self.reports: deque[StepReport] = deque()  # of steps that were made and not returned
-        self.to_cancel: deque[tuple[int, EarlyEnd]] = deque()  # to end; any thread may append at any moment
+        self._to_cancel: deque[tuple[int, EarlyEnd]] = deque()  # any thread may append at any moment
         self.scheduler = Scheduler(context, drafter)
         self.step_runner = StepRunner(context, invariance)
         self.speculation = SpeculationStats()
@@ -149,11 +157,43 @@ class EngineCore:
     @contextmanager
     def cancels_dropped(self) -> Iterator[None]:
         """Inside, no request is cancelled here: this rank follows another one, which alone ends requests."""
-        to_cancel, self.to_cancel = self.to_cancel, deque(maxlen=0)
+        to_cancel, self._to_cancel = self._to_cancel, deque(maxlen=0)
         try:
             yield
         finally:
-            self.to_cancel = to_cancel
+            self._to_cancel = to_cancel
+
+    # ---- what callers take, and what waits for the next call
+
+    def queue_cancel(self, request_id: int, reason: EarlyEnd = "cancelled") -> None:
+        """Let the next call end a request, unless it has ended; any thread may do so at any moment."""
+        self._to_cancel.append((request_id, reason))
+
+    def queued_cancels(self) -> Iterator[tuple[int, EarlyEnd]]:
+        """The queued ends of requests that have not ended; one that the caller has not made stays queued."""
+        while self._to_cancel:
+            request_id, reason = self._to_cancel[0]
+            if request_id in self.requests:
+                yield request_id, reason
+            self.claim(request_id)
+            self._to_cancel.popleft()
+
+    def claim(self, request_id: int) -> RequestResult | None:
+        """The result of a request that has ended; once."""
+        return self.unclaimed.pop(request_id, None)
+
+    def take_report(self) -> StepReport | None:
+        """The report of a step that was made and not returned; once."""
+        return self.reports.popleft() if self.reports else None
+
+    def discard_results(self) -> None:
+        """Remove all results and reports: they have no reader."""
+        self.unclaimed.clear()
+        self.reports.clear()
+
+    def adopt(self, request: DynamicInferenceRequest) -> None:
+        """Own a request that could not be queued: `reset` ends it."""
+        self.requests[request.request_id] = request
 
     # ---- what calls are possible
 
@@ -206,7 +246,7 @@ class EngineCore:
                 report = self._end_step(batch, tokens, invalid)
                 if reports:
                     for result in report.finished if claims_results else ():
-                        self.unclaimed.pop(result.request_id, None)
+                        self.claim(result.request_id)
                     self.reports.append(report)
             finally:
                 self.stepping = False
@@ -345,7 +385,7 @@ class EngineCore:
         for request in self.requests.values():
             request.result = None
             request.match = None  # a match that is being brought up to date may be half old
-            self.unclaimed.pop(request.request_id, None)
+            self.claim(request.request_id)
         if not is_half_made:
             return
         try:
@@ -372,8 +412,9 @@ class EngineCore:
         for request in self.requests.values():
             request.result = result = request.result_for("reset")
             self._note_end(request, result)
-        for collection in (self.requests, self.unclaimed, self.reports, self.to_cancel):
-            collection.clear()
+        self.requests.clear()
+        self.discard_results()
+        self._to_cancel.clear()
         self.step_runner.clear()
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()

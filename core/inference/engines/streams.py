@@ -1,7 +1,6 @@
 """The answer to one request as its reader sees it: in the thread of the engine, or in an event loop."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
@@ -113,8 +112,8 @@ class RequestSource:
 
     request: DynamicInferenceRequest
     step: Callable[[], None]
-    settle: Callable[[], None]  # ends the requests in `to_cancel`, where any thread may append
-    to_cancel: deque[tuple[int, EarlyEnd]]
+    settle: Callable[[], None]  # ends the requests that `queue_cancel` was called for
+    queue_cancel: Callable[[int, EarlyEnd], None]  # in any thread
     has_one_caller: bool  # else `drop` ends nothing: ranks collect garbage at different times
     closed: bool = False
     num_read: int = 0
@@ -156,7 +155,7 @@ class RequestSource:
         raise StopIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
-        self.to_cancel.append((self.request_id, reason))
+        self.queue_cancel(self.request_id, reason)
         self.settle()
 
     def close(self) -> None:
@@ -165,7 +164,7 @@ class RequestSource:
 
     def drop(self) -> None:
         if self.has_one_caller:
-            self.to_cancel.append((self.request_id, "cancelled"))
+            self.queue_cancel(self.request_id, "cancelled")
 
 
 class Answer:

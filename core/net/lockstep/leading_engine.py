@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
 from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
+from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall, signals_deferred
@@ -22,7 +23,7 @@ from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, real, refused
 from ..all_ranks import RankDiedError
-from .messages import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
+from .messages import Add, CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
 from .rank_connections import RankConnections
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
@@ -90,7 +91,7 @@ class LeadingEngine(DynamicInferenceEngine):
         super().__init__(model, config, drafter=drafter, seed=seed)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._late: deque[tuple[msgspec.Struct, Callable[[], object], Any]] = deque()  # from inside a step
+        self._late: deque[tuple[Add, DynamicInferenceRequest]] = deque()  # from inside a step
         self._calling: int | None = None  # the thread that makes a call now
         self._caller = threading.current_thread()  # of the last call
         self._finalizer: Callable[[], object] = lambda: None
@@ -125,38 +126,43 @@ class LeadingEngine(DynamicInferenceEngine):
         ended = self._closed.is_set() or bool(self._followers.lost)
         return self._leads and self._calling is None and not ended
 
-    def _apply(self, call: CoreCall, *arguments: Any) -> Any:
+    def _add(self, request: DynamicInferenceRequest) -> None:
+        if self._leads and self._calling == threading.get_ident():
+            self._late.append((Add.of(request), request))
+        else:
+            super()._add(request)
+
+    def _apply[**P, R](self, change: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
         """Make a call on all ranks.
 
         Before a step, in which ranks wait for each other, all followers have made the calls before; where one
         ended otherwise than here, the engine is broken.
         """
-        make = partial(super()._apply, call, *arguments)
         if not self._leads:
-            return make()
+            return super()._apply(change, *arguments, **options)
+        call = cast(CoreCall, change.__name__)
         message = message_of(call, arguments)
         self._caller = threading.current_thread()
         if self._calling == threading.get_ident():
-            if call != "add":
-                raise RuntimeError(f"{call} is called from inside a step; call it between steps")
-            self._late.append((message, make, *arguments))
-            return None
+            raise RuntimeError(f"{call} is called from inside a step; call it between steps")
         with signals_deferred(), self._lock:
             try:
                 if call == "reset":
-                    self.core.requests |= {request.request_id: request for _, _, request in self._late}
+                    for _, request in self._late:
+                        self.core.adopt(request)
                     self._late.clear()
                     self._differences()
                     self._followers.any_broken = False
                 elif call == "step":
                     self._await_followers()
-                value = self._lead(message, make)
+                value = self._lead(message, partial(change, *arguments, **options))
                 if call == "reset":
                     self._await_followers()
                 return value
             finally:
                 while self._late and self.core.broken_by is None:  # `reset` ends those of a broken engine
-                    self._lead(*self._late[0][:2])
+                    message, request = self._late[0]
+                    self._lead(message, partial(self.core.add, request))
                     self._late.popleft()
 
     def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:

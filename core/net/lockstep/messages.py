@@ -131,14 +131,12 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
     ids: tuple[int, int]
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        core = engine.core
-        engine.factory.next_ids = self.ids
+        engine.factory.continue_ids(self.ids)
         try:
             with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
                 resolve(self.function)(engine, *self.arguments)
         finally:
-            for ended in (core.unclaimed, core.reports):  # rank 0 has its own
-                ended.clear()
+            engine.core.discard_results()  # rank 0 has its own
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
