@@ -1,6 +1,7 @@
 """An ingress: the server's application, in a process that Ray Serve starts."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +23,8 @@ from .guard import kill_when_still
 from .known_replicas import known_replicas_of
 from .replica_questions import IngressQuestion
 from .settings import FleetSettings
+
+logger = logging.getLogger(__name__)
 
 _QUESTION_S = 0.25
 """Between two questions which states the replicas hold, and whether they are there."""
@@ -100,5 +103,10 @@ class Ingress:
             self._known.note_answer(name, status.events)
         except ActorDiedError:
             self._known.remove(name)
-        except (RayError, RayServeException):
+        except Exception as error:
+            is_rays = isinstance(error, (RayError, RayServeException))
+            if not is_rays and not self._known.lacks_states(name):  # else the last answer was lost, too
+                logger.warning(
+                    "mambaslots: no answer of replica %s: %s: %s", name, type(error).__name__, error
+                )
             self._known.note_lost_answer(name)

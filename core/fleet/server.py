@@ -14,7 +14,6 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
@@ -84,12 +83,19 @@ def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetS
 
 def check_http(host: str, port: int) -> None:
     """Raise a ValueError where Ray Serve runs already and listens at another address."""
-    found = _get_global_client().http_config
+    found = _http_options()
     if (found.host, found.port) != (host, port):
         raise ValueError(
             f"host and port are {host} and {port}, and Ray Serve of this cluster listens at {found.host} and "
             f"{found.port}; accepted: these"
         )
+
+
+def _http_options() -> Any:
+    """Where Ray Serve of this cluster listens, which no public call says; read in Ray 2.60."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client().http_config
 
 
 def usable_port(host: str, port: int) -> int:

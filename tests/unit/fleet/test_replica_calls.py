@@ -76,17 +76,18 @@ def test_errors_of_ray_serve_and_of_the_replica() -> None:
     assert isinstance(raised(DeploymentUnavailableError(deployment)), NoReplicaError)
     assert isinstance(raised(ReplicaUnavailableError("a")), ReplicaLostError)
     assert isinstance(raised(KeyError("a mistake")), KeyError)
+    for error in (ConnectionError("reset"), TimeoutError("late")):  # of the way to the replica
+        assert isinstance(raised(error), ReplicaLostError)
 
 
 class Asked:
     """As much of Ray's `RunningReplica` as a question uses: it answers with a value, or raises it."""
 
     def __init__(self, value: Any, after_s: float) -> None:
-        self._actor_replica_wrapper = self
         self._value, self._after_s = value, after_s
         self.num_open = self.most_open = 0
 
-    def send_request_python(self, question: Any, *, with_rejection: bool) -> "Asked":
+    def try_send_request(self, question: Any, with_rejection: bool) -> "Asked":
         assert not with_rejection  # a replica whose queue is full answers, too
         self.arguments = question.metadata.call_method, *question.args
         return self
@@ -122,14 +123,20 @@ def test_a_replica_that_is_late_or_raises_takes_nothing_from_the_others() -> Non
     asyncio.run(main())
 
 
-def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow replica has one open question, and delays none of the others; silence is by its last answer."""
+def test_an_ingress_asks_a_replica_again_once_it_has_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow replica has one open question, and delays none of the others; silence is by its last answer.
+
+    An answer that is lost, by whatever error, may have had changes: the replica then says all that it holds.
+    """
     from mambaslots.fleet import ingress
     from ray.exceptions import ActorDiedError, RaySystemError
 
     monkeypatch.setattr(ingress, "_QUESTION_S", 0.01)
     quick, slow = Asked(SimpleNamespace(events=None), 0.0), Asked(SimpleNamespace(events=None), 60.0)
     failing, dead = Asked(RaySystemError("cut"), 0.0), Asked(ActorDiedError(), 0.0)
+    cut = Asked(ConnectionError("reset"), 0.0)
     known = KnownReplicas()
     answers: Counter[str] = Counter()
     monkeypatch.setattr(known, "note_answer", lambda name, events: answers.update([name]))
@@ -138,7 +145,8 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
         asking = ingress.Ingress.__new__(ingress.Ingress)
         asking._known = known
         asking._engine = SimpleNamespace(name="one", numbers={"requests": 3})  # type: ignore[assignment]
-        known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead})
+        known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead, "cut": cut})
+        known._complete |= {"slow", "failing", "cut"}
         listening = asyncio.create_task(asking._listen())
         async with asyncio.timeout(30):
             while answers["quick"] < 20 or "dead" in known.replicas:
@@ -149,7 +157,11 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
     assert answers.keys() == {"quick"}
     assert [one.most_open for one in (quick, slow, failing, dead)] == [1, 1, 1, 1]
     assert quick.arguments == ("status", IngressQuestion("one", True, {"requests": 3}))
-    assert sorted(known.replicas) == ["failing", "quick", "slow"]
+    assert sorted(known.replicas) == ["cut", "failing", "quick", "slow"]
+    assert [name for name in ("slow", "failing", "cut") if known.lacks_states(name)] == ["failing", "cut"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "mambaslots: no answer of replica cut: ConnectionError: reset"
+    ]
 
 
 class Silent(Handle):
