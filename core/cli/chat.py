@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .checks import check_model_and_engine
+from .checks import found_choice
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_model_and_engine(options)
+    choice = found_choice(options)
     from .setup import load_model, make_engine
 
-    loaded = load_model(options)
-    engine = make_engine(loaded, options)
+    loaded = load_model(options, choice.folder)
+    engine = make_engine(loaded, options, choice.cache)
     params = loaded.sampling_params(max_tokens=options.max_tokens)
     messages: list[dict[str, str]] = []
     for question in questions():

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..files import CONFIG, check_served, model_folder
 from ..named_policies import cache_changes
@@ -17,8 +19,15 @@ _OPTIONS_BY_FIELD = {
 }
 
 
-def check_model_and_engine(options: argparse.Namespace) -> None:
-    """Refuse what `add_model` and `add_engine` accept, and no model could be served with.
+class Choice(NamedTuple):
+    """What the words of a command line name."""
+
+    folder: Path  # of the model, downloaded where its name is on the hub
+    cache: dict[str, Any]  # fields of `InferenceConfig`: the policy and the plan, of a user's file perhaps
+
+
+def found_choice(options: argparse.Namespace) -> Choice:
+    """What `add_model` and `add_engine` name; asks the hub once, and runs a user's file once an option.
 
     Raises:
         ValueError: a pool lacks its size, the policy or the plan is unknown, or the model is not served.
@@ -27,8 +36,10 @@ def check_model_and_engine(options: argparse.Namespace) -> None:
     if options.num_kv_blocks is None and options.num_mamba_slots is not None:
         raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
     with naming_options():
-        cache_changes(options.eviction, options.plan)
-    check_served(model_folder("MODEL", options.model) / CONFIG)
+        cache = cache_changes(options.eviction, options.plan)
+    folder = model_folder("MODEL", options.model)
+    check_served(folder / CONFIG)
+    return Choice(folder, cache)
 
 
 @contextmanager

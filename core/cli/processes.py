@@ -26,6 +26,7 @@ from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
+from .checks import Choice, found_choice
 from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
@@ -45,9 +46,11 @@ class ReplicaEngine:
     def __call__(self, groups: ParallelGroups | None = None) -> DynamicInferenceEngine:
         """The engine, in the process that runs it."""
         os.environ[ENVIRONMENT_NAME] = self.salt_key
-        loaded = load_model(self.options, groups)
+        choice = found_choice(self.options)
+        loaded = load_model(self.options, choice.folder, groups)
         leads = groups is not None and groups.is_split and not groups.rank
-        engine = make_engine(loaded, self.options, LeadingEngine if leads else DynamicInferenceEngine)
+        kind = LeadingEngine if leads else DynamicInferenceEngine
+        engine = make_engine(loaded, self.options, choice.cache, kind)
         engine.set_weights_version(weights_version(loaded.folder))
         return engine
 
@@ -73,8 +76,8 @@ def weights_version(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def serve_replicated(options: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serve with replicas on Ray until a signal; returns the exit code."""
+def serve_replicated(options: argparse.Namespace, settings: ServerSettings, folder: Path) -> int:
+    """Serve with replicas on Ray until a signal; returns the exit code. `folder`: of the model, here."""
     check_installed()
     from ..fleet.server import serve_replicas
 
@@ -91,8 +94,8 @@ def serve_replicated(options: argparse.Namespace, settings: ServerSettings) -> i
         drain_timeout_s=options.drain_timeout_s,
     )
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
-    text = partial(load_text, options.model)
-    text()  # a faulty folder is refused here
+    load_text(folder)  # a faulty one is refused here
+    text = partial(load_text, options.model)  # other machines find or download it themselves
     make = ReplicaEngine(_only_data(options), salt_key)
     return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
 
@@ -104,7 +107,7 @@ def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**wanted)
 
 
-def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
+def serve_split(options: argparse.Namespace, settings: ServerSettings, choice: Choice) -> int:
     """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
@@ -119,12 +122,12 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
         if groups.rank:  # torchrun's agent sends these to all ranks; rank 0 drains, and then ends the others
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        loaded = load_model(options, groups)
+        loaded = load_model(options, choice.folder, groups)
         try:
             if groups.rank:
-                follow(make_engine(loaded, options))
+                follow(make_engine(loaded, options, choice.cache))
                 return 0
-            engine = make_engine(loaded, options, LeadingEngine)
+            engine = make_engine(loaded, options, choice.cache, LeadingEngine)
             assert isinstance(engine, LeadingEngine)
             stack.enter_context(engine)
             Thread(target=_end_when_lost, args=[engine], daemon=True).start()

@@ -24,10 +24,8 @@ from ..serve.settings import ServerSettings, listen
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine
 from .request_router import FleetRequestRouter
-from .settings import DEPLOYMENT, FleetSettings
+from .settings import CLUSTER, DEPLOYMENT, FleetSettings
 
-ADDRESS = "RAY_ADDRESS"
-"""The environment variable that names the cluster to join."""
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Answers are too small for Ray's object store."""
 OWN_DEFAULTS = {
@@ -42,7 +40,7 @@ _LOGGERS = ("ray", "ray.serve")
 @contextmanager
 def connected_cluster() -> Iterator[bool]:
     """Be connected to the cluster that `RAY_ADDRESS` names, or to a new one; yield whether it was there."""
-    address = os.environ.get(ADDRESS)
+    address = os.environ.get(CLUSTER)
     for name, value in OWN_DEFAULTS.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
@@ -54,7 +52,7 @@ def connected_cluster() -> Iterator[bool]:
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError) as error:
-        raise OSError(f"{ADDRESS} is {address!r}, and Ray does not answer there: {error}") from error
+        raise OSError(f"{CLUSTER} is {address!r}, and Ray does not answer there: {error}") from error
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
@@ -74,7 +72,7 @@ def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetS
         if num_gpus < num_ranks and not joined:
             raise ValueError(
                 f"{settings.max_replicas} replicas of {settings.ranks} ranks need {num_ranks} GPUs, and Ray "
-                f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {ADDRESS}"
+                f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {CLUSTER}"
             )
         return replace(settings, gpus_per_rank=1.0, cpus_per_rank=0.0 if num_cpus < num_ranks else 1.0)
     share = 1.0 if joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
@@ -193,7 +191,7 @@ def serve_replicas(
     `make_engine` and `load_text` are called in the replicas and in the ingresses. Returns the exit code: 0
     after a shutdown, 1 where Ray has stopped.
     """
-    if not os.environ.get(ADDRESS):
+    if not os.environ.get(CLUSTER):
         server = replace(server, port=usable_port(server.host, server.port))
     with connected_cluster() as joined:
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}

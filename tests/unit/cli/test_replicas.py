@@ -39,7 +39,7 @@ def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.C
 def test_what_makes_no_sense_together_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", MODEL, "--port", "0", "--replicas", "2", "--record", str(tmp_path / "trace")]) == 2
     assert "--record and --replicas are both given" in capsys.readouterr().err
-    assert main(["serve", "/no/model", "--replicas", "2"]) == 2
+    assert main(["serve", "/no/model", "--port", "0", "--replicas", "2"]) == 2
     assert "'/no/model' is no folder" in capsys.readouterr().err
 
 
