@@ -1,7 +1,6 @@
 """Cached prefixes from one running replica to another."""
 
 import logging
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -238,10 +237,9 @@ class TransferChannel:
         timeout_s = _check_timeout(access.spec.groups, self._timeout_s if timeout_s is None else timeout_s)
         if self._session is None:
             kind = Source if self._side == "source" else Destination
-            scrubs = self._engine.config.free_memory == "zero"
-            self._session = kind(self._store, access.spec.device, self._nccl, scrubs)
-        self._session.access = access
-        self._session.timeout_s, self._session.deadline = timeout_s, time.monotonic() + timeout_s
+            self._session = kind(self._store, self._nccl, access, timeout_s)
+        else:
+            self._session.begin(access, timeout_s)
         return self._session
 
     def _fail(self, what: str, error: Exception, cause: BaseException) -> None:
@@ -252,9 +250,8 @@ class TransferChannel:
     def _disconnect(self, reason: str = "") -> None:
         """End the connections; the next call makes them anew."""
         session, self._session = self._session, None
-        if session is not None and not session.lease.revoked:
-            session.lease.revoke()
-            session.close(reason)
+        if session is not None:
+            session.end(reason)
 
 
 def _check_timeout(parallel: ParallelGroups, timeout_s: float) -> float:

@@ -63,15 +63,28 @@ class MessagePipe:
 
     def __init__(self, send_piece: Callable[[Any], None], acknowledge: Callable[[], None]) -> None:
         self._send_piece, self._acknowledge = send_piece, acknowledge
-        self._num_sent = self.num_acknowledged = 0
+        self._num_sent = self._num_acknowledged = 0
         self._num_received = self._num_expected = 0
-        self.arrived: deque[memoryview] = deque()
+        self._arrived: deque[memoryview] = deque()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a piece has arrived that is not copied yet."""
+        return bool(self._arrived)
+
+    def add_arrived(self, payload: memoryview) -> None:
+        """A piece has arrived."""
+        self._arrived.append(payload)
+
+    def add_acknowledged(self) -> None:
+        """The receiver has acknowledged one more piece."""
+        self._num_acknowledged += 1
 
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> MessagePassage:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
         number = self._num_sent = self._num_sent + 1
-        return MessagePassage(lambda: self.num_acknowledged >= number)
+        return MessagePassage(lambda: self._num_acknowledged >= number)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> MessagePassage:
         del free
@@ -79,8 +92,8 @@ class MessagePipe:
         return MessagePassage(lambda: self._fill(piece, number))
 
     def _fill(self, piece: Tensor, number: int) -> bool:
-        if self._num_received < number and self.arrived:
-            payload = self.arrived.popleft()
+        if self._num_received < number and self._arrived:
+            payload = self._arrived.popleft()
             if len(payload) != len(piece):
                 raise TransferError(f"a piece is of {len(payload)} bytes; accepted: {len(piece)}")
             piece.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

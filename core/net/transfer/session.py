@@ -11,7 +11,6 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...devices import on_device_of
@@ -39,18 +38,19 @@ class Session[Key](ABC):
 
     nccl_rank: int  # of the side, in a communicator
 
-    access: CacheAccess  # of the call under way, as `timeout_s` and `deadline`
-    timeout_s: float
-    deadline: float  # by `time.monotonic`
-
-    def __init__(self, store: Store, device: torch.device, nccl: NcclFacts | None, scrubs: bool) -> None:
-        """`nccl`: what this rank can use; None to do without."""
-        self.store, self.device, self.nccl = store, device, nccl
+    def __init__(self, store: Store, nccl: NcclFacts | None, access: CacheAccess, timeout_s: float) -> None:
+        """Begin the first call. `nccl`: what this rank can use; None to do without."""
+        self.store, self.nccl, self.device = store, nccl, access.spec.device
         self.lease = PoolLease()
-        self.staging = Staging(device, scrubs)
+        self.staging = Staging(self.device, access.engine.config.free_memory == "zero")
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", by which pieces went last
         self.num_bytes = 0  # of the last hand-over
+        self.begin(access, timeout_s)
+
+    def begin(self, access: CacheAccess, timeout_s: float) -> None:
+        """Start the clock of a call."""
+        self.access, self.timeout_s, self.deadline = access, timeout_s, time.monotonic() + timeout_s
 
     @abstractmethod
     def pump(self, peer: Peer, timeout_s: float) -> None:
@@ -94,7 +94,7 @@ class Session[Key](ABC):
         pipe: MessagePipe | NcclPipe | None = peer.messages
         if request.over_nccl:
             if request.nccl_id:
-                peer.nccl = NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s)
+                peer.keep_nccl(NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s))
             if (pipe := peer.nccl) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
         layout = PieceLayout(self.access.format(), request.part or {}, len(rows[0]), len(rows[1]))
@@ -153,6 +153,12 @@ class Session[Key](ABC):
         """End all connections."""
         self.disconnect(self.peers, reason)
         self.staging.scrub()
+
+    def end(self, reason: str) -> None:
+        """Close, unless the thread of a call that was given up does."""
+        if not self.lease.revoked:
+            self.lease.revoke()
+            self.close(reason)
 
 
 class Offered(NamedTuple):
@@ -273,16 +279,19 @@ class Destination(Session[bytes]):
     """The destination's rank: listens for all ranks of the source."""
 
     nccl_rank = 0
-    listener: Listener | None = None
-    _offers: dict[int, tuple[Peer, Offer]]  # rank -> its newest offer
-    _looked = 0.0
+
+    def __init__(self, store: Store, nccl: NcclFacts | None, access: CacheAccess, timeout_s: float) -> None:
+        super().__init__(store, nccl, access, timeout_s)
+        self._listener: Listener | None = None
+        self._offers: dict[int, tuple[Peer, Offer]] = {}  # rank -> its newest offer
+        self._looked_s = 0.0  # when `pump` last looked whether a peer is connected
 
     def connect(self) -> None:
         """Make the listener, and publish its address."""
-        if self.listener is None:
-            self.listener, self._offers = Listener(messages.Message), {}
+        if self._listener is None:
+            self._listener = Listener(messages.Message)
             groups = self.access.spec.groups
-            endpoint = messages.Endpoint(messages.PROTOCOL_VERSION, self.listener.address, groups.size)
+            endpoint = messages.Endpoint(messages.PROTOCOL_VERSION, self._listener.address, groups.size)
             self.store.set(f"{groups.rank}", msgspec.json.encode(endpoint).decode())
 
     def collect(self) -> list[tuple[Peer, Offer, Description]]:
@@ -340,14 +349,14 @@ class Destination(Session[bytes]):
 
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""
-        assert self.listener is not None
-        while (found := self.listener.receive(timeout_s)) is not None:
+        assert self._listener is not None
+        while (found := self._listener.receive(timeout_s)) is not None:
             connection, message, payload = found
             timeout_s = 0.0
             if isinstance(message, Offer):
                 if connection not in self.peers:
-                    send = partial(self.listener.send, connection)
-                    is_connected = partial(self.listener.is_connected, connection)
+                    send = partial(self._listener.send, connection)
+                    is_connected = partial(self._listener.is_connected, connection)
                     self.peers[connection] = Peer(f"rank {message.rank} of the source", send, is_connected)
                 self.peers[connection].inbox.clear()
                 self._offers[message.rank] = self.peers[connection], message
@@ -359,19 +368,19 @@ class Destination(Session[bytes]):
     def pump(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
         if (
-            time.monotonic() - self._looked >= _POLL_INTERVAL_S
+            time.monotonic() - self._looked_s >= _POLL_INTERVAL_S
             and not peer.inbox
-            and not peer.messages.arrived
+            and not peer.messages.has_arrived
         ):
-            self._looked = time.monotonic()
+            self._looked_s = time.monotonic()
             if not peer.is_connected():
                 self._take_messages(0.0)
-                if not peer.inbox and not peer.messages.arrived:
+                if not peer.inbox and not peer.messages.has_arrived:
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:
         """End all connections, and the listener."""
         super().close(reason)
-        listener, self.listener = self.listener, None
+        listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
