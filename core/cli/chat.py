@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .checks import found_choice
+from .model_choice import found_choice
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:

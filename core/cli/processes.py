@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ..fleet.settings import FleetSettings, check_installed
+from ..fleet.fleet_settings import FleetSettings, check_installed
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import load_text
@@ -26,7 +26,7 @@ from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
-from .checks import Choice, found_choice
+from .model_choice import Choice, found_choice
 from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
@@ -79,7 +79,7 @@ def weights_version(folder: Path) -> str:
 def serve_replicated(options: argparse.Namespace, settings: ServerSettings, folder: Path) -> int:
     """Serve with replicas on Ray until a signal; returns the exit code. `folder`: of the model, here."""
     check_installed()
-    from ..fleet.server import serve_replicas
+    from ..fleet.fleet_server import serve_replicas
 
     fewest, most = options.replicas or (1, 1)
     options.max_requests = options.max_requests or FleetSettings.max_requests

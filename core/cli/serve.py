@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from ..fleet.settings import CLUSTER
-from ..serve.settings import ServerSettings, listen
+from ..fleet.fleet_settings import CLUSTER
+from ..serve.server_settings import ServerSettings, listen
 from ..version import VERSION, untested
-from .checks import found_choice
+from .model_choice import found_choice
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
 
 TEXT = """\

@@ -3,7 +3,7 @@
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..serve.errors import RequestError, json_bytes
+from ..serve.error_answers import RequestError, json_bytes
 
 _LOST = RequestError(
     503,

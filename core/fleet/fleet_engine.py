@@ -19,8 +19,8 @@ from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
 from ..request import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
-from .figures import ReplicaReport, fleet_metrics, merged_snapshot, numbers_of_all
 from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
+from .replica_reports import ReplicaReport, fleet_metrics, merged_snapshot, numbers_of_all
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,15 @@ from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
 from ..serve.middleware import add_host_header_check
 from ..serve.served_engine import EngineFacts
+from ..serve.server_settings import ServerSettings
 from ..serve.service import Service
-from ..serve.settings import ServerSettings
 from .calls import ReplicaCalls, answer_of, answers_of
-from .figures import ReplicaReport
 from .fleet_engine import FleetEngine
+from .fleet_settings import FleetSettings
 from .guard import kill_when_still
 from .known_replicas import known_replicas_of
 from .replica_questions import IngressQuestion
-from .settings import FleetSettings
+from .replica_reports import ReplicaReport
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from ..net.routing.state_publisher import StatePublisher
 from ..net.transfer.exports import recent_states
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine
-from .figures import ReplicaReport, replica_report
+from .fleet_settings import FleetSettings
 from .guard import kill_when_still
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .replica_questions import Ingresses, IngressQuestion
-from .settings import FleetSettings
+from .replica_reports import ReplicaReport, replica_report
 from .warming import meeting_store, on_all_ranks, send_states, warm_from_donor
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.hand_over import TransferChannel
 from ..net.transfer.placement import ImportReport
 from .calls import answer_of, answers_of
+from .fleet_settings import DEPLOYMENT, FleetSettings
 from .known_replicas import known_replicas_of
-from .settings import DEPLOYMENT, FleetSettings
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..files import ModelFolderError
 from ..text import TextCodec
-from ..text.chat import Cut
+from ..text.chat_template import Cut
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.tiktoken",

@@ -19,12 +19,12 @@ from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
 from .answer_json import ChatForm, Form
 from .connections import FailedAccepts
-from .errors import JSONAnswer, RequestError, json_bytes
-from .metrics import connection_metrics, text_of
+from .error_answers import JSONAnswer, RequestError, json_bytes
 from .middleware import AccessMiddleware, Keys
+from .prometheus_text import connection_metrics, text_of
 from .served_engine import LocalEngine, ServedEngine
+from .server_settings import ServerSettings
 from .service import Service
-from .settings import ServerSettings
 
 router = APIRouter()
 page_router = APIRouter(include_in_schema=False)

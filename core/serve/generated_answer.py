@@ -14,7 +14,7 @@ from ..request import RequestResult
 from ..text import TextCodec
 from .answer_json import Form, usage
 from .answer_text import AnswerText, Piece
-from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
+from .error_answers import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
 from .middleware import BROKEN_BY
 from .preparation import Choice, Job
 from .served_engine import ServedEngine

@@ -15,8 +15,8 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import RequestError
-from .settings import ServerSettings
+from .error_answers import RequestError
+from .server_settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from ..loaded_model import LoadedText
 from ..request import SamplingParams
 from ..text import TextCodec
 from ..validation import INT64_MAX
-from .errors import RequestError, bad_argument, bad_field
+from .error_answers import RequestError, bad_argument, bad_field
 from .requests import MAX_CHOICES, AnswerRequest, BodyLimits, ChatRequest, CompletionRequest
 from .served_engine import EngineFacts
-from .settings import ServerSettings
+from .server_settings import ServerSettings
 
 _SALT_HEADER = "x-cache-salt"
 _MAX_READ_BYTES = 64 * 2**20

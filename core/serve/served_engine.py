@@ -16,7 +16,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
 from ..request import SamplingParams
-from .metrics import monitor_metrics
+from .prometheus_text import monitor_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedText
 from .answer_json import Form
-from .errors import RequestError, refusal
+from .error_answers import RequestError, refusal
 from .generated_answer import GeneratedAnswer, StreamedAnswer, within
 from .middleware import engine_salt
 from .preparation import Job, Preparation, body_too_slow, header_salt, read_body
 from .served_engine import ServedEngine
-from .settings import ServerSettings
+from .server_settings import ServerSettings
 
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18

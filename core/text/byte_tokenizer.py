@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import ModelFolderError, read_object
 from ..validation import integers, refused
-from .chat import Cut
+from .chat_template import Cut
 
 _FILE = "tokenizer.json"
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ..files import CONFIG, ModelFolderError, read_optional_object, section
 from ..request import SamplingParams
 from ..validation import INT32_MAX, boolean, brief_repr, instance, integers
-from .chat import ChatBranches, Cut, branch_tokens
+from .chat_template import ChatBranches, Cut, branch_tokens
 
 logger = logging.getLogger(__name__)
 

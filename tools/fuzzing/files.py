@@ -389,7 +389,7 @@ def _serve_settings(options: argparse.Namespace) -> None:
 
 
 def _engine_settings(options: argparse.Namespace) -> None:
-    from mambaslots.cli.checks import naming_options
+    from mambaslots.cli.model_choice import naming_options
     from mambaslots.cli.setup import inference_config
     from mambaslots.named_policies import cache_changes
 

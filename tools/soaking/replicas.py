@@ -20,8 +20,8 @@ import msgspec
 import torch.distributed as dist
 import zmq
 from fuzzing.malformed_bodies import MAX_BODY_BYTES
-from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
+from mambaslots.fleet.replica_reports import ReplicaReport, replica_report
 from mambaslots.net import StatePublisher, channel
 from mambaslots.net.channel import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, StateRouter

@@ -11,7 +11,7 @@ from ...parallel_groups import ParallelGroups
 from ...validation import instance, shown
 from ..all_ranks import RankDiedError, attempt
 from ..channel import Address, Link, PeerLostError, host_name
-from .messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
+from .call_messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
 
 _MEETING_S = 60.0
 _POLL_INTERVAL_S = 0.5

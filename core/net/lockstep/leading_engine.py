@@ -23,7 +23,7 @@ from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, real, refused
 from ..all_ranks import RankDiedError
-from .messages import Add, CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
+from .call_messages import Add, CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
 from .rank_connections import RankConnections
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)

@@ -10,8 +10,8 @@ import torch
 from ...parallel_groups import ParallelGroups
 from ..all_ranks import Notes, RankDiedError, attempt
 from ..channel import Listener, PeerLostError, host_name
+from .call_messages import Abort, Close, Failure, Hello, Lost, Outcome
 from .follower import WATCH_S
-from .messages import Abort, Close, Failure, Hello, Lost, Outcome
 
 _CLOSING_S = 5.0
 _POLL_INTERVAL_S = 0.1

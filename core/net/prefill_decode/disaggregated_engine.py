@@ -13,8 +13,8 @@ from ...inference.engines.arguments import Prompt, Salt, checked_prompt
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
-from .messages import check_engine
 from .prefill_client import PrefillClient, RemotePrefill
+from .prefill_messages import check_engine
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ..channel import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from ..transfer.placement import PrefixCounts
-from . import messages
-from .messages import Answer, Cancel, Computed, EngineCall, Hello, Prefill, connected_channel
+from . import prefill_messages as messages
+from .prefill_messages import Answer, Cancel, Computed, EngineCall, Hello, Prefill, connected_channel
 
 logger = logging.getLogger(__name__)
 

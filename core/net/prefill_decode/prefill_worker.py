@@ -16,8 +16,8 @@ from ...request import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, real
 from ..channel import Listener, PeerLostError
 from ..transfer.hand_over import TransferChannel
-from . import messages
-from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello, Prefill, Question
+from . import prefill_messages as messages
+from .prefill_messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello, Prefill, Question
 
 logger = logging.getLogger(__name__)
 

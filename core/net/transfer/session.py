@@ -16,10 +16,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ...devices import on_device_of
 from ...validation import refused, shown
 from ..channel import Address, Link, Listener, PeerLostError
-from . import messages
+from . import hand_over_messages as messages
 from .exports import CacheAccess
 from .format import Description, TransferError, check_shard, decode, encode, shard_of
-from .messages import Offer, Peer, PieceRequest
+from .hand_over_messages import Offer, Peer, PieceRequest
 from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
 from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
 from .placement import Placement

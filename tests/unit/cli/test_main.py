@@ -12,8 +12,8 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.cli import serve
-from mambaslots.cli.checks import found_choice
 from mambaslots.cli.main import COMMANDS, main, make_parser
+from mambaslots.cli.model_choice import found_choice
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext

@@ -67,7 +67,7 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
         called.update(make=make, text=text, salt_key=salt_key, settings=settings, device=device)
         return 7
 
-    monkeypatch.setattr("mambaslots.fleet.server.serve_replicas", serve_replicas)
+    monkeypatch.setattr("mambaslots.fleet.fleet_server.serve_replicas", serve_replicas)
     monkeypatch.delenv("MAMBASLOTS_SALT_KEY", raising=False)
     (tmp_path / "keys").write_text("alice:the-key-of-alice\n")
     words = ["--replicas", "2:5", "--tp", "2", "--ingresses", "2", "--max-requests", "6", "--trace"]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mambaslots.fleet.figures import ReplicaReport, merged_snapshot, numbers_of_all
 from mambaslots.fleet.replica_questions import GONE_S, Ingresses, IngressQuestion
+from mambaslots.fleet.replica_reports import ReplicaReport, merged_snapshot, numbers_of_all
 from oracle.operations_snapshot import EVERY_S, TIME_S, snapshot
 
 

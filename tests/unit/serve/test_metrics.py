@@ -12,7 +12,7 @@ from oracle.serving import random_tokens, small_engine
 pytest.importorskip("prometheus_client")
 
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import monitor_metrics, text_of
+from mambaslots.serve.prometheus_text import monitor_metrics, text_of
 from prometheus_client.parser import text_string_to_metric_families
 
 PARAMS = ms.SamplingParams(max_tokens=5)

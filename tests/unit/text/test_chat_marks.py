@@ -17,7 +17,7 @@ from mambaslots.text import (
     GenerationDefaults,
     TextCodec,
 )
-from mambaslots.text.chat import MAX_MARKED_MESSAGES, ChatBranches
+from mambaslots.text.chat_template import MAX_MARKED_MESSAGES, ChatBranches
 from mambaslots.text.codec import MarkedPrompt
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

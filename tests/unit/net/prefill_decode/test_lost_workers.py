@@ -16,8 +16,8 @@ import pytest
 import zmq
 from mambaslots.net import channel
 from mambaslots.net.channel import Address, Link, Listener, PeerLostError
-from mambaslots.net.prefill_decode import messages, prefill_client
-from mambaslots.net.prefill_decode.messages import (
+from mambaslots.net.prefill_decode import prefill_client, prefill_messages
+from mambaslots.net.prefill_decode.prefill_messages import (
     PROTOCOL_VERSION,
     Answer,
     Beat,
@@ -169,7 +169,7 @@ ASKS_LATER = (
 
 @pytest.mark.parametrize("greets", [False, True])
 def test_a_worker_survives_what_connects(place: Place, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(prefill_messages, "CONNECT_TIMEOUT_S", 0.1)
 
     async def body() -> None:
         async with place.worker(engine_of()), place.server(engine_of()) as server:

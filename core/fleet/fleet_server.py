@@ -20,11 +20,11 @@ from ray.serve.schema import LoggingConfig
 from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.server import url
-from ..serve.settings import ServerSettings, listen
+from ..serve.server_settings import ServerSettings, listen
+from .fleet_settings import CLUSTER, DEPLOYMENT, FleetSettings
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine
 from .request_router import FleetRequestRouter
-from .settings import CLUSTER, DEPLOYMENT, FleetSettings
 
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Answers are too small for Ray's object store."""

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..monitor.monitor import NUM_REQUESTS
-from ..serve.metrics import families
+from ..serve.prometheus_text import families
 from ..serve.served_engine import LocalEngine
 
 Numbers = Mapping[str, int]
