@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .model_choice import found_choice
+from .model_choice import chosen_model
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    choice = found_choice(options)
+    choice = chosen_model(options)
     from .setup import load_model, make_engine
 
     loaded = load_model(options, choice.folder)

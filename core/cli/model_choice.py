@@ -19,14 +19,14 @@ _OPTIONS_BY_FIELD = {
 }
 
 
-class Choice(NamedTuple):
+class ModelChoice(NamedTuple):
     """What the words of a command line name."""
 
     folder: Path  # of the model, downloaded where its name is on the hub
     cache: dict[str, Any]  # fields of `InferenceConfig`: the policy and the plan, of a user's file perhaps
 
 
-def found_choice(options: argparse.Namespace) -> Choice:
+def chosen_model(options: argparse.Namespace) -> ModelChoice:
     """What `add_model` and `add_engine` name; asks the hub once, and runs a user's file once an option.
 
     Raises:
@@ -39,7 +39,7 @@ def found_choice(options: argparse.Namespace) -> Choice:
         cache = cache_changes(options.eviction, options.plan)
     folder = model_folder("MODEL", options.model)
     check_served(folder / CONFIG)
-    return Choice(folder, cache)
+    return ModelChoice(folder, cache)
 
 
 @contextmanager

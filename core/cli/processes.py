@@ -26,7 +26,7 @@ from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
-from .model_choice import Choice, found_choice
+from .model_choice import ModelChoice, chosen_model
 from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
@@ -37,7 +37,7 @@ _ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
-class ReplicaEngine:
+class ReplicaEngineFactory:
     """Makes the engine of a replica from a command line; can be pickled. `salt_key` is never shown."""
 
     options: argparse.Namespace
@@ -46,7 +46,7 @@ class ReplicaEngine:
     def __call__(self, groups: ParallelGroups | None = None) -> DynamicInferenceEngine:
         """The engine, in the process that runs it."""
         os.environ[ENVIRONMENT_NAME] = self.salt_key
-        choice = found_choice(self.options)
+        choice = chosen_model(self.options)
         loaded = load_model(self.options, choice.folder, groups)
         leads = groups is not None and groups.is_split and not groups.rank
         kind = LeadingEngine if leads else DynamicInferenceEngine
@@ -55,7 +55,7 @@ class ReplicaEngine:
         return engine
 
     def __repr__(self) -> str:
-        return f"<ReplicaEngine of {self.options.model}>"
+        return f"<ReplicaEngineFactory of {self.options.model}>"
 
 
 def weights_version(folder: Path) -> str:
@@ -96,7 +96,7 @@ def serve_replicated(options: argparse.Namespace, settings: ServerSettings, fold
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
     load_text(folder)  # a faulty one is refused here
     text = partial(load_text, options.model)  # other machines find or download it themselves
-    make = ReplicaEngine(_only_data(options), salt_key)
+    make = ReplicaEngineFactory(_only_data(options), salt_key)
     return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
 
 
@@ -107,7 +107,7 @@ def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**wanted)
 
 
-def serve_split(options: argparse.Namespace, settings: ServerSettings, choice: Choice) -> int:
+def serve_split(options: argparse.Namespace, settings: ServerSettings, choice: ModelChoice) -> int:
     """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
     from ..replay.recorder import TraceRecorder
     from ..serve import serve

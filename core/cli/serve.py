@@ -10,7 +10,7 @@ from pathlib import Path
 from ..fleet.fleet_settings import CLUSTER
 from ..serve.server_settings import ServerSettings, listen
 from ..version import VERSION, untested
-from .model_choice import found_choice
+from .model_choice import chosen_model
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
 
 TEXT = """\
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    settings, choice = _checked_settings(options), found_choice(options)
+    settings, choice = _checked_settings(options), chosen_model(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
     from ..replay.recorder import TraceRecorder
     from ..serve import serve

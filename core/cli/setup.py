@@ -56,7 +56,7 @@ def make_engine(
     cache: Mapping[str, Any],
     kind: Callable[[Model, InferenceConfig], DynamicInferenceEngine] = DynamicInferenceEngine,
 ) -> DynamicInferenceEngine:
-    """An engine of a command line with `options.add_engine`; `cache` as of `Choice`; `kind` makes it."""
+    """An engine of a command line with `options.add_engine`; `cache` as of `ModelChoice`; `kind` makes it."""
     config = inference_config(loaded.model.state_spec(), options, context_length(loaded.folder), cache)
     try:
         return kind(loaded.model, config)

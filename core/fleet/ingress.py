@@ -19,7 +19,7 @@ from ..serve.service import Service
 from .calls import ReplicaCalls, answer_of, answers_of
 from .fleet_engine import FleetEngine
 from .fleet_settings import FleetSettings
-from .guard import kill_when_still
+from .guard import kill_when_stalled
 from .known_replicas import known_replicas_of
 from .replica_questions import IngressQuestion
 from .replica_reports import ReplicaReport
@@ -44,7 +44,7 @@ class Ingress:
         settings: FleetSettings,
     ) -> None:
         """`replicas`: the handle of their deployment. `load_text` loads text and defaults of the model."""
-        kill_when_still(settings.still_s)
+        kill_when_stalled(settings.stall_s)
         self._known = known_replicas_of(settings.name)
         self._calls = ReplicaCalls(replicas, self._known)
         self._load_text = load_text

@@ -25,7 +25,7 @@ from ..net.transfer.exports import recent_states
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine
 from .fleet_settings import FleetSettings
-from .guard import kill_when_still
+from .guard import kill_when_stalled
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .replica_questions import Ingresses, IngressQuestion
 from .replica_reports import ReplicaReport, replica_report
@@ -53,8 +53,8 @@ class ReplicaStatus:
 class FollowingRank:
     """A process of a replica but its first; a Ray actor."""
 
-    def __init__(self, still_s: float) -> None:
-        kill_when_still(still_s)
+    def __init__(self, stall_s: float) -> None:
+        kill_when_stalled(stall_s)
 
     def run(self, make_engine: MakeEngine, host: str, port: int, rank: int, num_ranks: int) -> None:
         """Follow rank 0 until it closes its engine; RankDiedError where rank 0 is lost."""
@@ -86,7 +86,7 @@ class Ranks:
                 scheduling_strategy=place,
                 max_concurrency=2,
             )
-            self._actors.append(actor.remote(settings.still_s))
+            self._actors.append(actor.remote(settings.stall_s))
         runs = [
             actor.run.remote(make_engine, host, store.port, rank, settings.ranks)
             for rank, actor in enumerate(self._actors, 1)
@@ -123,7 +123,7 @@ class EngineReplica:
         self, make_engine: MakeEngine, settings: FleetSettings
     ) -> None:
         """`make_engine` makes the engine of each rank."""
-        kill_when_still(settings.still_s)
+        kill_when_stalled(settings.stall_s)
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._ranks = Ranks(make_engine, settings)
         self._processes = os.getpid(), *await self._ranks.processes()

@@ -165,7 +165,7 @@ class FleetAnswer(Answer):
         elif len(self.tokens) >= self._request.sampling.max_tokens:
             self.end_as("length")
         self.wake()
-        return self.ended
+        return self.has_ended
 
     def wake(self) -> None:
         self.opened.set()
@@ -173,7 +173,7 @@ class FleetAnswer(Answer):
 
     def end_as(self, finish_reason: FinishReason) -> None:
         """End the answer with the tokens so far, unless it has ended."""
-        if self.ended:
+        if self.has_ended:
             return
         sampling, figures = self._request.sampling, self.prompt_figures or PromptFigures(0, {})
         tops = [() if new.top_log_probs is None else new.top_log_probs for new in self.tokens]

@@ -43,7 +43,7 @@ _COUNTERS = {
 }
 
 
-def numbers_of_all(ingress: str, numbers: Numbers, reports: Sequence[ReplicaReport]) -> Counter[str]:
+def counts_of_all(ingress: str, numbers: Numbers, reports: Sequence[ReplicaReport]) -> Counter[str]:
     """`numbers` of this ingress and those of the others, added; of what replicas know, the newest."""
     by_ingress: dict[str, Counter[str]] = {}
     for report in reports:

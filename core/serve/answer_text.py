@@ -56,14 +56,14 @@ class AnswerText:
         """Tokens that were not returned, and where the text that they complete ends."""
 
     @property
-    def stopped(self) -> bool:
-        return self._stops.found
+    def has_stopped(self) -> bool:
+        return self._stops.is_found
 
     def push(self, tokens: Sequence[GeneratedToken]) -> Piece:
         """Add tokens and return what can be sent. Tokens after a stop string are dropped."""
         sent = []
         for generated in tokens:
-            if self.stopped:
+            if self.has_stopped:
                 break
             self.num_tokens += 1
             piece = self._detokenizer.push(generated.token) if self._detokenizer is not None else ""
@@ -75,10 +75,10 @@ class AnswerText:
 
     def finish(self) -> Piece:
         """The rest of an answer that has ended."""
-        if self.stopped:
+        if self.has_stopped:
             return Piece()
         rest = self._placed(self._detokenizer.finish() if self._detokenizer is not None else "")
-        if self.stopped:
+        if self.has_stopped:
             return Piece(rest, self._returned())
         text = rest + self._stops.finish()
         tokens = [token for _, token in self._pending] + self._unplaced
@@ -123,19 +123,19 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.found = False
+        self.is_found = False
         self.num_returned = 0
         self._stops = list(stops)
         self._kept = ""
 
     def push(self, piece: str) -> str:
         """Add text; return what is now known to stand before the first stop string."""
-        if self.found:
+        if self.is_found:
             return ""
         text, self._kept = self._kept + piece, ""
         places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if places:
-            self.found = True
+            self.is_found = True
             end, less = min(places)
             return self._returned(text[: end + less])
         num_kept = max((_overlap(text, stop) for stop in self._stops), default=0)

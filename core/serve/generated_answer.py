@@ -112,10 +112,10 @@ class GeneratedAnswer(Response):
         text = self._texts[choice.index]
         try:
             async for tokens in stream:
-                if text.stopped:
+                if text.has_stopped:
                     continue  # until the request has ended and its result is there
                 piece = text.push(tokens)
-                if text.stopped:
+                if text.has_stopped:
                     stream.finish()
                 if piece.text or piece.tokens:
                     await emit(choice.index, piece)
@@ -124,7 +124,7 @@ class GeneratedAnswer(Response):
         result = stream.result
         assert result is not None
         piece = text.finish()
-        piece.finish_reason = "stop" if text.stopped else _finish_reason(result)
+        piece.finish_reason = "stop" if text.has_stopped else _finish_reason(result)
         if choice.index == choice.prompt * self.job.request.n:
             self._num_cached += result.num_resumed_tokens
         await emit(choice.index, piece)
@@ -133,13 +133,13 @@ class GeneratedAnswer(Response):
 class StreamedAnswer(GeneratedAnswer):
     """An answer in server-sent events. An error before the first event has its own status."""
 
-    _started = False
+    _has_started = False
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await within(self.deadline, self._events(send))
         except Exception as error:
-            if not self._started:
+            if not self._has_started:
                 raise
             shown = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
             scope["state"][BROKEN_BY] = shown.code or "error"
@@ -172,8 +172,8 @@ class StreamedAnswer(GeneratedAnswer):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send(self, send: Send, event: dict[str, Any]) -> None:
-        if not self._started:
-            self._started = True
+        if not self._has_started:
+            self._has_started = True
             await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         body = b"data: " + json_bytes(event) + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})

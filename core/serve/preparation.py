@@ -49,7 +49,7 @@ class Job:
         return sum({choice.prompt: len(choice.tokens) for choice in self.choices}.values())
 
 
-class Preparation:
+class JobFactory:
     """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
 
     def __init__(self, facts: EngineFacts, loaded: LoadedText, settings: ServerSettings) -> None:

@@ -13,7 +13,7 @@ from .answer_json import Form
 from .error_answers import RequestError, refusal
 from .generated_answer import GeneratedAnswer, StreamedAnswer, within
 from .middleware import engine_salt
-from .preparation import Job, Preparation, body_too_slow, header_salt, read_body
+from .preparation import Job, JobFactory, body_too_slow, header_salt, read_body
 from .served_engine import ServedEngine
 from .server_settings import ServerSettings
 
@@ -33,7 +33,7 @@ class Service:
         facts = engine.facts
         longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
         self.max_body_bytes = settings.max_body_bytes or longest
-        self.preparation = Preparation(facts, loaded, settings)
+        self.preparation = JobFactory(facts, loaded, settings)
         self.is_draining = False
         self._text = loaded.text
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]

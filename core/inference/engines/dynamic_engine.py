@@ -74,13 +74,13 @@ class DynamicInferenceEngine:
         else:
             config = replace(config, batch_invariant=False)
         off = f"batch invariance: off, because {why_not}; answers may depend on the batch"
-        self._promise = (off,) if invariance is None else invariance.describe()
+        self._invariance_lines = (off,) if invariance is None else invariance.describe()
         self.config = config = with_total_gb(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.core = EngineCore(self.context, drafter, invariance)
-        logger.info(self._promise[0])
+        logger.info(self._invariance_lines[0])
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
@@ -125,7 +125,7 @@ class DynamicInferenceEngine:
 
     def _new_request(self, *arguments: Any, owned: bool) -> DynamicInferenceRequest:
         """A request with its id; during a step, too."""
-        if not self.core.stepping:
+        if not self.core.is_stepping:
             self.ensure_usable("add_request")
         else:
             self.core.check_not_broken()
@@ -153,13 +153,13 @@ class DynamicInferenceEngine:
         """
         one_of("reason", reason, get_args(EarlyEnd))
         self.ensure_usable("cancel")
-        self._request(request_id)
+        self._unfinished_request(request_id)
         result = self._apply(self.core.end, request_id, reason)
         self.core.claim(request_id)
         self.core.notify_ended()
         return result
 
-    def _request(self, request_id: int) -> DynamicInferenceRequest:
+    def _unfinished_request(self, request_id: int) -> DynamicInferenceRequest:
         request = self.core.requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
@@ -171,7 +171,7 @@ class DynamicInferenceEngine:
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
-        request = self._request(request_id)
+        request = self._unfinished_request(request_id)
         return request.tokens[: request.allocation.num_computed] if request.allocation is not None else []
 
     # ---- serving
@@ -219,20 +219,20 @@ class DynamicInferenceEngine:
         return change(*arguments, **options)
 
     @property
-    def _may_cancel(self) -> bool:
+    def _can_cancel(self) -> bool:
         return True
 
     def _cancel_queued(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
         for request_id, reason in self.core.queued_cancels():
-            if not self._may_cancel:
+            if not self._can_cancel:
                 break
             self._apply(self.core.end, request_id, reason)
         self.core.notify_ended()
 
     def settle(self) -> None:
         """As `ensure_usable`, but does nothing during a step, or where the engine is broken."""
-        if not self.core.stepping and self.core.broken_by is None:
+        if not self.core.is_stepping and self.core.broken_by is None:
             self.ensure_usable("settle")
 
     def ensure_usable(self, call: str) -> None:
@@ -350,9 +350,9 @@ class DynamicInferenceEngine:
                     while request.result is None:
                         self._advance()
                         if bar is not None and bar.is_due():
-                            _show(bar, requests)
+                            _update_bar(bar, requests)
                 if bar is not None:
-                    _show(bar, requests)
+                    _update_bar(bar, requests)
             return [request.result for request in requests if request.result is not None]
         except BaseException as error:
             for request in requests:
@@ -503,7 +503,9 @@ class DynamicInferenceEngine:
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        return "\n".join((*description_of(self.context, self.core.step_runner.graphs), *self._promise))
+        return "\n".join(
+            (*description_of(self.context, self.core.step_runner.graphs), *self._invariance_lines)
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
@@ -523,13 +525,13 @@ class DynamicInferenceEngine:
 
     def reset(self) -> None:
         """Clear the cache and all counts, end all requests with "reset", and repair a broken engine."""
-        if self.core.stepping:
+        if self.core.is_stepping:
             self.ensure_usable("reset")
         self._apply(self.core.reset, self.core.weights_version, self.context.memory.allocated)
         if self.core.is_split:
             self.factory.skip_ids()
 
 
-def _show(bar: ProgressBar, requests: Sequence[DynamicInferenceRequest]) -> None:
+def _update_bar(bar: ProgressBar, requests: Sequence[DynamicInferenceRequest]) -> None:
     bar.set_postfix(tokens=sum(each.num_new for each in requests), refresh=False)
     bar.update(sum(each.result is not None for each in requests) - bar.n)

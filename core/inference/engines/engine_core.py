@@ -104,7 +104,7 @@ class EngineCore:
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self.observers = Observers()
-        self.stepping = False
+        self.is_stepping = False
         self.broken_by: BaseException | None = None  # the ranks of a split model may differ since
         self.weights_version: object = None
         self._context = context
@@ -120,7 +120,7 @@ class EngineCore:
     def changing(self, *allowed: type[Exception], repair: Callable[[], None] | None = None) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
         if self._in_change:
-            self.step_runner.in_model = False  # if the model's call fails, this change may be half made
+            self.step_runner.is_in_model = False  # if the model's call fails, this change may be half made
             yield
             return
         # Deferring signals takes 10 us: worth it for steps, and for what clears the cache.
@@ -155,7 +155,7 @@ class EngineCore:
             raise RuntimeError(UNRECOVERABLE) from error
 
     @contextmanager
-    def cancels_dropped(self) -> Iterator[None]:
+    def dropping_cancels(self) -> Iterator[None]:
         """Inside, no request is cancelled here: this rank follows another one, which alone ends requests."""
         to_cancel, self._to_cancel = self._to_cancel, deque(maxlen=0)
         try:
@@ -199,7 +199,7 @@ class EngineCore:
 
     def ensure_usable(self, call: str) -> None:
         """Repair what a failed call has left; RuntimeError where `call` cannot be made now."""
-        if self.stepping:
+        if self.is_stepping:
             raise RuntimeError(
                 f"{call} is called during a step of the same engine; call it between steps, from one thread "
                 "at a time"
@@ -240,7 +240,7 @@ class EngineCore:
         num_tokens = {request: len(request.tokens) for request in self.scheduler.running}
         undo = partial(self._undo_step, num_tokens, self.speculation, len(self.reports))
         with self.changing(repair=undo), self._on_device:
-            self.stepping = True  # only requests may be added meanwhile
+            self.is_stepping = True  # only requests may be added meanwhile
             try:
                 batch, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
                 report = self._end_step(batch, tokens, invalid)
@@ -249,7 +249,7 @@ class EngineCore:
                         self.claim(result.request_id)
                     self.reports.append(report)
             finally:
-                self.stepping = False
+                self.is_stepping = False
         self.scheduler.admitted = {}
         if self.observers.known:
             for scheduled in batch:
@@ -318,16 +318,18 @@ class EngineCore:
             self.step_runner.logits_changes.release_row(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
-            self.step_runner.unread = None  # an idle engine keeps nothing of the requests that it has served
+            self.step_runner.unread_step = (
+                None  # an idle engine keeps nothing of the requests that it has served
+            )
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Queue an end for the observers, who receive it unless it is undone before."""
         if self.observers.known:
-            self.observers.ended.append((request, result))
+            self.observers.pending_ends.append((request, result))
 
     def notify_ended(self) -> None:
-        if self.observers.ended:
+        if self.observers.pending_ends:
             self.observers.notify_ended()
 
     # ---- a step
@@ -364,7 +366,7 @@ class EngineCore:
     ) -> None:
         """Queue the requests of a step again, with the tokens that they had before it."""
         # First: an undoing that is interrupted, and made again, may leave a change half made.
-        in_model, self.step_runner.in_model = self.step_runner.in_model, False
+        in_model, self.step_runner.is_in_model = self.step_runner.is_in_model, False
         self.speculation = speculation
         self.step_runner.clear()
         while len(self.reports) > num_reports:
@@ -423,6 +425,6 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory contradict each other."""
-        if not self.stepping:
+        if not self.is_stepping:
             self.scheduler.check_integrity(self.requests)
         self._context.check_integrity()

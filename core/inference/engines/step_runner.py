@@ -38,18 +38,18 @@ class StepRunner:
 
     def __init__(self, context: DynamicInferenceContext, invariance: "BatchInvariance | None") -> None:
         # Launched ahead. Dropping it loses no token, once its requests are queued again.
-        self.unread: SampledStep | None = None
+        self.unread_step: SampledStep | None = None
         self.graphs = GraphRunner.of(context)
         self.invariance = invariance
         self.logits_changes = LogitsChanges(context.spec.device)
-        self.in_model = False  # the model was called and has not returned, also after it failed
+        self.is_in_model = False  # the model was called and has not returned, also after it failed
         self._context = context
         self._groups = context.spec.groups if context.spec.groups.is_split else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
     def make_step(self, model: Model, scheduler: Scheduler) -> tuple[Batch, NewTokens, Sequence[int]]:
         """Make the next step: its requests, their new tokens, and ids of requests with invalid logits."""
-        sampled, self.unread = self.unread, None
+        sampled, self.unread_step = self.unread_step, None
         if sampled is None or all(scheduled.request.result is not None for scheduled in sampled.batch):
             batch = scheduler.schedule()  # match, plan, hold KV blocks
             if not batch:
@@ -58,7 +58,7 @@ class StepRunner:
         looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         if looks_ahead and (ahead := scheduler.schedule_ahead()):
             decoding = [scheduled.request for scheduled in ahead if scheduled.is_ahead]
-            self.unread = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
+            self.unread_step = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
         tokens = sampled.read_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
@@ -69,7 +69,7 @@ class StepRunner:
 
     def clear(self) -> None:
         """Remove the step ahead and all counts of tokens: its requests are queued again, or have ended."""
-        self.unread = None
+        self.unread_step = None
         self.logits_changes.clear()
 
     def clear_graphs(self) -> None:
@@ -94,9 +94,9 @@ class StepRunner:
 
     def run_model(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits of a step. Does not synchronise."""
-        self.in_model = True
+        self.is_in_model = True
         logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
-        self.in_model = False
+        self.is_in_model = False
         expected = (len(inputs.logit_tokens), self._context.spec.vocab_size)
         shape = getattr(logits, "shape", None)
         if shape != expected:

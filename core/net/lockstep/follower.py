@@ -43,7 +43,7 @@ def follow(engine: DynamicInferenceEngine) -> None:
         )
     if requests := engine.core.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
-    with closing(_Calls(_meet_leader(engine), groups)) as calls, engine.core.cancels_dropped():
+    with closing(_LeaderCalls(_meet_leader(engine), groups)) as calls, engine.core.dropping_cancels():
         try:
             while not isinstance(call := calls.next(), Close):
                 if isinstance(call, Lost):
@@ -75,7 +75,7 @@ def _meet_leader(engine: DynamicInferenceEngine) -> Link:
     return link
 
 
-class _Calls:
+class _LeaderCalls:
     """What rank 0 sends. While a call is made, a thread receives, because rank 0 may end its collectives."""
 
     def __init__(self, link: Link, groups: ParallelGroups) -> None:

@@ -30,7 +30,7 @@ _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 _DEATH_S = 0.5
 """The connection of a process that died ends so soon after its collectives."""
 _CLOSING_S = 10.0
-_open: "weakref.WeakSet[LeadingEngine]" = weakref.WeakSet()
+_open_engines: "weakref.WeakSet[LeadingEngine]" = weakref.WeakSet()
 
 
 class LeadingEngine(DynamicInferenceEngine):
@@ -91,21 +91,21 @@ class LeadingEngine(DynamicInferenceEngine):
         super().__init__(model, config, drafter=drafter, seed=seed)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._late: deque[tuple[Add, DynamicInferenceRequest]] = deque()  # from inside a step
-        self._calling: int | None = None  # the thread that makes a call now
-        self._caller = threading.current_thread()  # of the last call
+        self._late_requests: deque[tuple[Add, DynamicInferenceRequest]] = deque()  # from inside a step
+        self._calling_thread_id: int | None = None  # the thread that makes a call now
+        self._last_caller = threading.current_thread()  # of the last call
         self._finalizer: Callable[[], object] = lambda: None
         self._leads = self.core.is_split  # calls are sent to followers; not inside a function of all ranks
         if self._leads:
             self._followers = RankConnections(self.context.spec.groups, self.context.spec.device, timeout_s)
             self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
-            _open.add(self)
+            _open_engines.add(self)
 
     @staticmethod
     def _check_unused(groups: ParallelGroups) -> None:
         """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
-        engines = [engine for engine in list(_open) if groups.overlaps(engine.context.spec.groups)]
-        callers = [engine._caller for engine in engines if not engine._closed.is_set()]
+        engines = [engine for engine in list(_open_engines) if groups.overlaps(engine.context.spec.groups)]
+        callers = [engine._last_caller for engine in engines if not engine._closed.is_set()]
         for caller in (thread_over(groups), *callers):
             if caller is not None and caller is not threading.current_thread() and caller.is_alive():
                 raise RuntimeError(
@@ -120,15 +120,15 @@ class LeadingEngine(DynamicInferenceEngine):
     # ---- calls
 
     @property
-    def _may_cancel(self) -> bool:
+    def _can_cancel(self) -> bool:
         if not self.core.is_split:
             return True
         ended = self._closed.is_set() or bool(self._followers.lost)
-        return self._leads and self._calling is None and not ended
+        return self._leads and self._calling_thread_id is None and not ended
 
     def _add(self, request: DynamicInferenceRequest) -> None:
-        if self._leads and self._calling == threading.get_ident():
-            self._late.append((Add.of(request), request))
+        if self._leads and self._calling_thread_id == threading.get_ident():
+            self._late_requests.append((Add.of(request), request))
         else:
             super()._add(request)
 
@@ -142,16 +142,16 @@ class LeadingEngine(DynamicInferenceEngine):
             return super()._apply(change, *arguments, **options)
         call = cast(CoreCall, change.__name__)
         message = message_of(call, arguments)
-        self._caller = threading.current_thread()
-        if self._calling == threading.get_ident():
+        self._last_caller = threading.current_thread()
+        if self._calling_thread_id == threading.get_ident():
             raise RuntimeError(f"{call} is called from inside a step; call it between steps")
         with signals_deferred(), self._lock:
             try:
                 if call == "reset":
-                    for _, request in self._late:
+                    for _, request in self._late_requests:
                         self.core.adopt(request)
-                    self._late.clear()
-                    self._differences()
+                    self._late_requests.clear()
+                    self._await_differences()
                     self._followers.any_broken = False
                 elif call == "step":
                     self._await_followers()
@@ -160,17 +160,19 @@ class LeadingEngine(DynamicInferenceEngine):
                     self._await_followers()
                 return value
             finally:
-                while self._late and self.core.broken_by is None:  # `reset` ends those of a broken engine
-                    message, request = self._late[0]
+                while (
+                    self._late_requests and self.core.broken_by is None
+                ):  # `reset` ends those of a broken engine
+                    message, request = self._late_requests[0]
                     self._lead(message, partial(self.core.add, request))
-                    self._late.popleft()
+                    self._late_requests.popleft()
 
     def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:
         self._check_open()
         followers = self._followers
         try:
             followers.send(message)
-            self._calling = threading.get_ident()
+            self._calling_thread_id = threading.get_ident()
             value = make()
         except BaseException as error:
             followers.note_own(Outcome.of(error))
@@ -183,7 +185,7 @@ class LeadingEngine(DynamicInferenceEngine):
                     raise RankDiedError(followers.lost) from error
             raise
         finally:
-            self._calling = None
+            self._calling_thread_id = None
         followers.note_own(Outcome())
         return value
 
@@ -199,17 +201,17 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def _await_followers(self) -> None:
         """Wait until all ranks have made all calls, and made them alike."""
-        if differences := self._differences():
+        if differences := self._await_differences():
             error = RuntimeError(
                 f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
             )
             self._break(error)
             raise error
 
-    def _differences(self) -> list[str]:
+    def _await_differences(self) -> list[str]:
         self._check_open()
         try:
-            return self._followers.differences()
+            return self._followers.await_differences()
         except TimeoutError as late:
             error = RuntimeError(f"{late}; start all ranks again")
             self._break(error)
@@ -217,7 +219,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """As `DynamicInferenceEngine.changing_cache`; RuntimeError where only this rank would change."""
-        if self._leads and self._calling is None:
+        if self._leads and self._calling_thread_id is None:
             raise RuntimeError(
                 "a LeadingEngine is about to change on this rank alone; call the function that changes it "
                 "through `call_on_all`"
@@ -266,7 +268,7 @@ class LeadingEngine(DynamicInferenceEngine):
         with signals_deferred(), self._lock:
             self._await_followers()
             self._lead(FindFunction(run.function), lambda: None)
-            if refusals := "; ".join(self._differences()):
+            if refusals := "; ".join(self._await_differences()):
                 raise ValueError(
                     f"function is {run.function}; accepted: one that all ranks can import ({refusals})"
                 )
@@ -276,7 +278,7 @@ class LeadingEngine(DynamicInferenceEngine):
         followers = self._followers
         followers.send(run)
         error: Exception | None = None
-        self._leads, self._calling = False, threading.get_ident()
+        self._leads, self._calling_thread_id = False, threading.get_ident()
         try:
             with on_device_of(self.context.spec.device):
                 value = function()
@@ -286,10 +288,10 @@ class LeadingEngine(DynamicInferenceEngine):
             self._break(raised)
             raise
         finally:
-            self._leads, self._calling = True, None
+            self._leads, self._calling_thread_id = True, None
             followers.note_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
-        differences = followers.differences()
+        differences = followers.await_differences()
         if followers.any_broken:
             self._break(error or RuntimeError("; ".join(differences)))
         if error is not None:
@@ -326,7 +328,7 @@ class LeadingEngine(DynamicInferenceEngine):
         Raises:
             RuntimeError: a call of this engine calls it, for which it would wait in vain; nothing is closed.
         """
-        if self._calling == threading.get_ident():
+        if self._calling_thread_id == threading.get_ident():
             raise RuntimeError("close is called from inside a call of the engine; call it afterwards")
         self._finalizer()
 

@@ -133,8 +133,8 @@ class DisaggregatedEngine(AsyncEngine):
 
         Those that have not reached the engine within `timeout_s` are refused.
         """
-        self._usable("drain")
-        self._draining = True
+        self._usable_thread("drain")
+        self._is_draining = True
         self._client.give_up("the engine drains")
         return await super().drain(timeout_s)
 
@@ -168,7 +168,7 @@ class DisaggregatedEngine(AsyncEngine):
             ValueError: a bad argument.
             EngineDeadError, RuntimeError: as `AsyncEngine.stream`.
         """
-        self._accepting("prefill")
+        self._accepting_thread("prefill")
         tokens = checked_prompt("prompt", prompt, self._engine.context.spec.vocab_size)
         return await self._prefill(tokens, salt_bytes("cache_salt", cache_salt))
 
@@ -179,7 +179,7 @@ class DisaggregatedEngine(AsyncEngine):
         if whole < self._min_tokens or whole - await self._cached_tokens(tokens, salt) < self._min_tokens:
             self._count(short=1)
             return None
-        if self._draining:  # since the call was made
+        if self._is_draining:  # since the call was made
             self._count(missed=1)
             return RemotePrefill(failure="the engine drains")
         try:

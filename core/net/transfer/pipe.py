@@ -130,19 +130,19 @@ class AbortableCommunicator:
         """`communicator`: of nccl4py; its calls do not block."""
         self._communicator = communicator
         self._lock = Lock()
-        self._aborted = False
+        self._is_aborted = False
 
     def call[T](self, use: Callable[[Any], T]) -> T:
         """`use(communicator)`; TransferError after an abort."""
         with self._lock:
-            if self._aborted:
+            if self._is_aborted:
                 raise TransferError("the hand-over was given up")
             return use(self._communicator)
 
     def abort(self) -> None:
         """Abort the communicator, after the call under way. A second call does nothing."""
         is_free = self._lock.acquire(timeout=_CALL_S)
-        was_aborted, self._aborted = self._aborted, True
+        was_aborted, self._is_aborted = self._is_aborted, True
         if is_free:
             self._lock.release()
         if not was_aborted:

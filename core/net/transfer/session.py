@@ -53,15 +53,15 @@ class Session[Key](ABC):
         self.access, self.timeout_s, self.deadline = access, timeout_s, time.monotonic() + timeout_s
 
     @abstractmethod
-    def pump(self, peer: Peer, timeout_s: float) -> None:
+    def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         """Wait for messages; PeerLostError where `peer` is gone and all its messages were received."""
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def check_time(self, absent: str = "") -> None:
+    def check_deadline(self, absent: str = "") -> None:
         """Raise where the caller has given up, or no time remains; `absent` did not come in time."""
-        if self.lease.revoked:
+        if self.lease.is_revoked:
             raise TransferError("the hand-over was given up")
         if self.remaining_s() <= 0:
             if absent:
@@ -72,8 +72,10 @@ class Session[Key](ABC):
         """Wait for a condition as long as the peer and the clock let it; what NCCL does is polled."""
         began = time.monotonic()
         while not condition():
-            self.check_time()
-            self.pump(peer, 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s())))
+            self.check_deadline()
+            self.receive_messages(
+                peer, 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s()))
+            )
             if over_nccl:
                 time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
             peer.check_not_refused()
@@ -106,7 +108,7 @@ class Session[Key](ABC):
         self.num_bytes += sum(layout.sizes)
         return moved
 
-    def run_in_time[T](self, work: Callable[[], T]) -> T:
+    def run_until_deadline[T](self, work: Callable[[], T]) -> T:
         """Do `work` in a thread; return or raise its outcome, at most `GRACE_S` after the deadline.
 
         A thread that is not done by then touches no pool any more, and ends the session itself.
@@ -156,12 +158,12 @@ class Session[Key](ABC):
 
     def end(self, reason: str) -> None:
         """Close, unless the thread of a call that was given up does."""
-        if not self.lease.revoked:
+        if not self.lease.is_revoked:
             self.lease.revoke()
             self.close(reason)
 
 
-class Offered(NamedTuple):
+class OfferedPrefixes(NamedTuple):
     """Cached prefixes of the source; `blocks`: node -> block; `slots`: node -> slot, of `forest.states`."""
 
     description: Description
@@ -190,7 +192,7 @@ class Source(Session[Address]):
                     raise PeerLostError(f"{name} was lost: {error}") from error
                 self.peers[address] = Peer(name, link.send, link.is_connected, link)
 
-    def pump(self, peer: Peer, timeout_s: float) -> None:
+    def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         assert peer.link is not None
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
@@ -200,7 +202,7 @@ class Source(Session[Address]):
         name = f"rank {rank} of the destination"
         try:  # one call, which waits for no key: the destination deletes its own as it closes
             while (data := bytes(self.store.compare_set(f"{rank}", _ABSENT, _ABSENT))) == _ABSENT.encode():
-                self.check_time(name)
+                self.check_deadline(name)
                 time.sleep(0.01)
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
@@ -213,7 +215,7 @@ class Source(Session[Address]):
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
-    def send(self, offered: Offered) -> tuple[int, int, float]:
+    def send(self, offered: OfferedPrefixes) -> tuple[int, int, float]:
         """Offer prefixes, send what is wanted; returns the receivers, and the bytes and seconds of all."""
         groups = self.access.spec.groups
         answers = self._answers(Offer(groups.rank, groups.size, encode(offered.description), self.nccl))
@@ -240,23 +242,23 @@ class Source(Session[Address]):
                     peer.send(offer)
                     offered.add(peer)
             except PeerLostError as error:
-                if answers or self.remaining_s() <= 0 or self.lease.revoked:
+                if answers or self.remaining_s() <= 0 or self.lease.is_revoked:
                     raise TransferError(str(error)) from error
                 time.sleep(0.02)
                 continue
             for peer in set(self.peers.values()) - answers.keys():
                 try:
-                    self.pump(peer, _POLL_INTERVAL_S / len(self.peers))
+                    self.receive_messages(peer, _POLL_INTERVAL_S / len(self.peers))
                 except PeerLostError as error:
                     if answers or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
                     answers[peer] = self.expect(peer, PieceRequest)
                 else:
-                    self.check_time(peer.name)
+                    self.check_deadline(peer.name)
         return [(peer, answers[peer]) for peer in self.peers.values()]
 
-    def _send_part(self, peer: Peer, request: PieceRequest, offered: Offered) -> None:
+    def _send_part(self, peer: Peer, request: PieceRequest, offered: OfferedPrefixes) -> None:
         part = request.part or {}
         check_shard(offered.description.format, part)
         sources_for([shard_of(self.access.spec)], part)  # raises for what this rank does not hold
@@ -284,7 +286,7 @@ class Destination(Session[bytes]):
         super().__init__(store, nccl, access, timeout_s)
         self._listener: Listener | None = None
         self._offers: dict[int, tuple[Peer, Offer]] = {}  # rank -> its newest offer
-        self._looked_s = 0.0  # when `pump` last looked whether a peer is connected
+        self._looked_s = 0.0  # when `receive_messages` last looked whether a peer is connected
 
     def connect(self) -> None:
         """Make the listener, and publish its address."""
@@ -299,7 +301,7 @@ class Destination(Session[bytes]):
         self.connect()
         self._take_messages(0.0)
         while (missing := self._missing_rank()) is not None:
-            self.check_time(f"rank {missing} of the source")
+            self.check_deadline(f"rank {missing} of the source")
             self._take_messages(min(_POLL_INTERVAL_S, max(0.0, self.remaining_s())))
         newest = [self._offers.pop(rank) for rank in range(self._offers[0][1].ranks)]
         offers = []
@@ -365,7 +367,7 @@ class Destination(Session[bytes]):
                     self._offers = {rank: own for rank, own in self._offers.items() if own[0] is not peer}
                 peer.take(message, payload)
 
-    def pump(self, peer: Peer, timeout_s: float) -> None:
+    def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
         if (
             time.monotonic() - self._looked_s >= _POLL_INTERVAL_S

@@ -13,7 +13,7 @@ import mambaslots as ms
 import pytest
 from mambaslots.cli import serve
 from mambaslots.cli.main import COMMANDS, main, make_parser
-from mambaslots.cli.model_choice import found_choice
+from mambaslots.cli.model_choice import chosen_model
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.cli.setup import inference_config
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
@@ -27,7 +27,7 @@ def config_of(*options: str, memory_gb: float = 1.0, **model: Any) -> ms.Inferen
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
     words = ["serve", MODEL, "--memory-gb", str(memory_gb), *options]
     options = make_parser().parse_args(words)
-    return inference_config(spec, options, 8192, found_choice(options).cache)
+    return inference_config(spec, options, 8192, chosen_model(options).cache)
 
 
 def test_python_m_runs_the_command() -> None:

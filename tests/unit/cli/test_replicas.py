@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main, make_parser
-from mambaslots.cli.processes import ReplicaEngine, _only_data, weights_version
+from mambaslots.cli.processes import ReplicaEngineFactory, _only_data, weights_version
 from mambaslots.fleet import FleetSettings
 from mambaslots.loaded_model import LoadedText
 
@@ -62,7 +62,7 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     called: dict[str, Any] = {}
 
     def serve_replicas(
-        make: ReplicaEngine, text: Callable[[], LoadedText], salt_key: str, *settings: Any, device: str
+        make: ReplicaEngineFactory, text: Callable[[], LoadedText], salt_key: str, *settings: Any, device: str
     ) -> int:
         called.update(make=make, text=text, salt_key=salt_key, settings=settings, device=device)
         return 7
