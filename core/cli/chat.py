@@ -33,11 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    choice = chosen_model(options)
+    folder, cache = chosen_model(options)
     from .setup import load_model, make_engine
 
-    loaded = load_model(options, choice.folder)
-    engine = make_engine(loaded, options, choice.cache)
+    loaded = load_model(options, folder)
+    engine = make_engine(loaded, options, cache)
     params = loaded.sampling_params(max_tokens=options.max_tokens)
     messages: list[dict[str, str]] = []
     for question in questions():

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..files import CONFIG, check_served, model_folder
 from ..named_policies import cache_changes
@@ -19,15 +19,8 @@ _OPTIONS_BY_FIELD = {
 }
 
 
-class ModelChoice(NamedTuple):
-    """What the words of a command line name."""
-
-    folder: Path  # of the model, downloaded where its name is on the hub
-    cache: dict[str, Any]  # fields of `InferenceConfig`: the policy and the plan, of a user's file perhaps
-
-
-def chosen_model(options: argparse.Namespace) -> ModelChoice:
-    """What `add_model` and `add_engine` name; asks the hub once, and runs a user's file once an option.
+def chosen_model(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The model's folder, perhaps downloaded, and the `cache_changes` of --eviction and --plan, new objects.
 
     Raises:
         ValueError: a pool lacks its size, the policy or the plan is unknown, or the model is not served.
@@ -39,7 +32,7 @@ def chosen_model(options: argparse.Namespace) -> ModelChoice:
         cache = cache_changes(options.eviction, options.plan)
     folder = model_folder("MODEL", options.model)
     check_served(folder / CONFIG)
-    return ModelChoice(folder, cache)
+    return folder, cache
 
 
 @contextmanager

@@ -130,11 +130,9 @@ def add_json(parser: Group, what: str) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where to compute (default: cuda where torch sees a GPU, else cpu)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--threads", type=count(), metavar="N", help="threads of torch on the CPU (default: torch's choice)"
     )
@@ -189,8 +187,6 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         help="answers depend on the request alone, to the bit (default: where GPU and model allow it)",
     )
     group.add_argument(
-        "--free-memory",
-        choices=("keep", "zero"),
-        default="keep",
+        "--free-memory", choices=("keep", "zero"), default="keep",
         help="what free memory holds: stale values, or zeros (default: %(default)s)",
-    )
+    )  # fmt: skip

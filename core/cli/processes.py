@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
-from .model_choice import ModelChoice, chosen_model
+from .model_choice import chosen_model
 from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
@@ -46,11 +46,11 @@ class ReplicaEngineFactory:
     def __call__(self, groups: ParallelGroups | None = None) -> DynamicInferenceEngine:
         """The engine, in the process that runs it."""
         os.environ[ENVIRONMENT_NAME] = self.salt_key
-        choice = chosen_model(self.options)
-        loaded = load_model(self.options, choice.folder, groups)
+        folder, cache = chosen_model(self.options)
+        loaded = load_model(self.options, folder, groups)
         leads = groups is not None and groups.is_split and not groups.rank
         kind = LeadingEngine if leads else DynamicInferenceEngine
-        engine = make_engine(loaded, self.options, choice.cache, kind)
+        engine = make_engine(loaded, self.options, cache, kind)
         engine.set_weights_version(weights_version(loaded.folder))
         return engine
 
@@ -84,15 +84,10 @@ def serve_replicated(options: argparse.Namespace, settings: ServerSettings, fold
     fewest, most = options.replicas or (1, 1)
     options.max_requests = options.max_requests or FleetSettings.max_requests
     fleet = FleetSettings(
-        model_name=settings.model_name,
-        trace=settings.trace,
-        min_replicas=fewest,
-        max_replicas=most,
-        ranks=options.tp or 1,
-        ingresses=options.ingresses or 1,
-        max_requests=options.max_requests,
+        model_name=settings.model_name, trace=settings.trace, min_replicas=fewest, max_replicas=most,
+        ranks=options.tp or 1, ingresses=options.ingresses or 1, max_requests=options.max_requests,
         drain_timeout_s=options.drain_timeout_s,
-    )
+    )  # fmt: skip
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
     load_text(folder)  # a faulty one is refused here
     text = partial(load_text, options.model)  # other machines find or download it themselves
@@ -107,7 +102,9 @@ def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**wanted)
 
 
-def serve_split(options: argparse.Namespace, settings: ServerSettings, choice: ModelChoice) -> int:
+def serve_split(
+    options: argparse.Namespace, settings: ServerSettings, folder: Path, cache: dict[str, Any]
+) -> int:
     """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
@@ -122,12 +119,12 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings, choice: M
         if groups.rank:  # torchrun's agent sends these to all ranks; rank 0 drains, and then ends the others
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        loaded = load_model(options, choice.folder, groups)
+        loaded = load_model(options, folder, groups)
         try:
             if groups.rank:
-                follow(make_engine(loaded, options, choice.cache))
+                follow(make_engine(loaded, options, cache))
                 return 0
-            engine = make_engine(loaded, options, choice.cache, LeadingEngine)
+            engine = make_engine(loaded, options, cache, LeadingEngine)
             assert isinstance(engine, LeadingEngine)
             stack.enter_context(engine)
             Thread(target=_end_when_lost, args=[engine], daemon=True).start()

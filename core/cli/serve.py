@@ -68,7 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    settings, choice = _checked_settings(options), chosen_model(options)
+    settings = _checked_settings(options)
+    folder, cache = chosen_model(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
@@ -78,11 +79,11 @@ def run(options: argparse.Namespace) -> int:
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))
     if _is_under_torchrun():
-        return serve_split(options, settings, choice)
+        return serve_split(options, settings, folder, cache)
     if options.replicas is not None or options.tp is not None:
-        return serve_replicated(options, settings, choice.folder)
-    loaded = load_model(options, choice.folder)
-    engine = make_engine(loaded, options, choice.cache)
+        return serve_replicated(options, settings, folder)
+    loaded = load_model(options, folder)
+    engine = make_engine(loaded, options, cache)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
         return serve(engine, loaded, settings)
 

@@ -56,7 +56,7 @@ def make_engine(
     cache: Mapping[str, Any],
     kind: Callable[[Model, InferenceConfig], DynamicInferenceEngine] = DynamicInferenceEngine,
 ) -> DynamicInferenceEngine:
-    """An engine of a command line with `options.add_engine`; `cache` as of `ModelChoice`; `kind` makes it."""
+    """An engine of a command line with `options.add_engine` and `cache_changes`; `kind` makes it."""
     config = inference_config(loaded.model.state_spec(), options, context_length(loaded.folder), cache)
     try:
         return kind(loaded.model, config)
@@ -77,10 +77,5 @@ def inference_config(
         settings["total_gb"] = options.memory_gb
     with naming_options():
         return largest_fitting_config(
-            spec,
-            context,
-            host_cache_gb=options.host_gb,
-            disk_cache=options.disk,
-            **settings,
-            **cache,
+            spec, context, host_cache_gb=options.host_gb, disk_cache=options.disk, **settings, **cache
         )

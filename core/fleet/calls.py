@@ -46,11 +46,7 @@ class ReplicaCalls:
             raise ReplicaLostError(_last_line(error)) from None
         except RayTaskError:  # a mistake in the replica
             raise
-        except (
-            RayError,
-            ReplicaUnavailableError,
-            OSError,
-        ) as error:  # it, or the way to it, is gone
+        except (RayError, ReplicaUnavailableError, OSError) as error:  # it, or the way to it, is gone
             raise ReplicaLostError(_last_line(error)) from error
         except DeploymentUnavailableError as error:
             raise NoReplicaError(_last_line(error)) from error
@@ -74,16 +70,11 @@ class ReplicaCalls:
 
 async def answer_of(replica: Any, method: str, *arguments: object) -> Any:
     """The answer of one replica, a `RunningReplica`, however many requests it has; raises what Ray raises."""
-    asked = PendingRequest([*arguments], {}, _metadata_of(method))
-    return await replica.try_send_request(asked, with_rejection=False).get_async()
-
-
-def _metadata_of(method: str) -> Any:
-    """What the public `PendingRequest` needs, and Ray has no public name for; read in Ray 2.60."""
-    from ray.serve._private.common import RequestMetadata
+    from ray.serve._private.common import RequestMetadata  # has no public name in Ray 2.60
 
     name = secrets.token_hex(8)
-    return RequestMetadata(name, name, call_method=method)
+    asked = PendingRequest([*arguments], {}, RequestMetadata(name, name, call_method=method))
+    return await replica.try_send_request(asked, with_rejection=False).get_async()
 
 
 async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *arguments: object) -> list[Any]:

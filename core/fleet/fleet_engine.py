@@ -55,7 +55,7 @@ class FleetEngine:
         reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
         max_waiting_requests: int = 1024,
     ) -> None:
-        """`send_request` chooses a replica and yields its `answer_parts`; the queue's limit is this ingress'."""
+        """`send_request` chooses a replica, yields its `answer_parts`; the queue's limit is this ingress'."""
         self.facts = facts
         self._salt_key = salt_key  # that of the replicas
         self._send_request = send_request
@@ -147,15 +147,10 @@ class FleetEngine:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         request = EngineRequest(
-            request_id=f"{self.name}-{number}",
-            prompt=tuple(prompt),
-            num_given_tokens=0,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            plan=checkpoint_plan,
-            block_size_tokens=self.facts.block_size_tokens,
+            request_id=f"{self.name}-{number}", prompt=tuple(prompt), num_given_tokens=0, sampling=sampling,
+            cache_salt=cache_salt, plan=checkpoint_plan, block_size_tokens=self.facts.block_size_tokens,
             tenant=tenant if cache_salt is not None else None,
-        )
+        )  # fmt: skip
         chain = None
         if self.facts.caches_prefixes:
             chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))

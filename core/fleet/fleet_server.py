@@ -81,19 +81,14 @@ def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetS
 
 def check_http(host: str, port: int) -> None:
     """Raise a ValueError where Ray Serve runs already and listens at another address."""
-    found = _http_options()
+    from ray.serve.context import _get_global_client  # in Ray 2.60, no public call says it
+
+    found = _get_global_client().http_config
     if (found.host, found.port) != (host, port):
         raise ValueError(
             f"host and port are {host} and {port}, and Ray Serve of this cluster listens at {found.host} and "
             f"{found.port}; accepted: these"
         )
-
-
-def _http_options() -> Any:
-    """Where Ray Serve of this cluster listens, which no public call says; read in Ray 2.60."""
-    from ray.serve.context import _get_global_client
-
-    return _get_global_client().http_config
 
 
 def usable_port(host: str, port: int) -> int:
@@ -159,12 +154,10 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
 
 def _common_options(settings: FleetSettings) -> dict[str, Any]:
     return {
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "health_check_period_s": settings.health_period_s,
-        "health_check_timeout_s": settings.health_timeout_s,
-        "max_constructor_retry_count": 3,
+        "graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": settings.health_period_s,
+        "health_check_timeout_s": settings.health_timeout_s, "max_constructor_retry_count": 3,
         "logging_config": QUIET,
-    }
+    }  # fmt: skip
 
 
 _POLL_INTERVAL_S = 0.2

@@ -57,13 +57,9 @@ class Ingress:
         self._listening = asyncio.create_task(self._listen())
         facts = await self._facts()
         engine = self._engine = FleetEngine(
-            facts,
-            self._salt_key,
-            self._calls.stream,
-            num_replicas=lambda: self._known.num_serving,
-            reports=self._reports,
-            max_waiting_requests=self._server.max_waiting_requests,
-        )
+            facts, self._salt_key, self._calls.stream, num_replicas=lambda: self._known.num_serving,
+            reports=self._reports, max_waiting_requests=self._server.max_waiting_requests,
+        )  # fmt: skip
         app = make_app_over(engine, self._load_text(), self._server)
         self._service: Service = app.state.service
         add_host_header_check(app, self._server)
@@ -104,9 +100,6 @@ class Ingress:
         except ActorDiedError:
             self._known.remove(name)
         except Exception as error:
-            is_rays = isinstance(error, (RayError, RayServeException))
-            if not is_rays and not self._known.lacks_states(name):  # else the last answer was lost, too
-                logger.warning(
-                    "mambaslots: no answer of replica %s: %s: %s", name, type(error).__name__, error
-                )
+            if not isinstance(error, (RayError, RayServeException)) and not self._known.lacks_states(name):
+                logger.warning("mambaslots: no answer of replica %s: %r", name, error)
             self._known.note_lost_answer(name)

@@ -81,11 +81,9 @@ class Ranks:
             group = get_current_placement_group()
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             actor = ray.remote(FollowingRank).options(
-                num_cpus=settings.cpus_per_rank,
-                num_gpus=settings.gpus_per_rank,
-                scheduling_strategy=place,
+                num_cpus=settings.cpus_per_rank, num_gpus=settings.gpus_per_rank, scheduling_strategy=place,
                 max_concurrency=2,
-            )
+            )  # fmt: skip
             self._actors.append(actor.remote(settings.stall_s))
         runs = [
             actor.run.remote(make_engine, host, store.port, rank, settings.ranks)

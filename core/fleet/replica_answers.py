@@ -67,12 +67,9 @@ async def answer_parts(
     """Serve a request and yield its answer; closing this cancels it. ReplicaLostError: engine failed."""
     try:
         stream = await engine.stream(
-            request.prompt,
-            replace(request.sampling, num_given_tokens=request.num_given_tokens),
-            cache_salt=request.cache_salt,
-            checkpoint_plan=request.plan,
-            tenant=request.tenant,
-        )
+            request.prompt, replace(request.sampling, num_given_tokens=request.num_given_tokens),
+            cache_salt=request.cache_salt, checkpoint_plan=request.plan, tenant=request.tenant,
+        )  # fmt: skip
     except (ValueError, QueueFullError) as error:
         yield AnswerPart(error=error, replica=replica)
         return
@@ -140,13 +137,9 @@ class FleetAnswer(Answer):
         if self.prompt_figures is not None:  # prompt log-probs have come
             sampling = replace(sampling, skip_prompt_log_probs=True)
         return replace(
-            self._request,
-            prompt=sequence,
-            num_given_tokens=len(self.tokens),
-            sampling=sampling,
-            keys=() if self._chain is None else tuple(self._chain.keys),
-            lost=self.lost,
-        )
+            self._request, prompt=sequence, num_given_tokens=len(self.tokens), sampling=sampling,
+            keys=() if self._chain is None else tuple(self._chain.keys), lost=self.lost,
+        )  # fmt: skip
 
     def add(self, part: AnswerPart) -> None:
         if self.prompt_figures is None:

@@ -196,17 +196,12 @@ class Series:
     def _point(self) -> dict[str, Any]:
         grown, cache = differences(self._counts, self._at_start), self._stats.cache
         return {
-            "prompt": grown.pop("prompt"),
-            "resumed": grown.pop("resumed"),
-            "generated": grown.pop("generated"),
-            "by_reason": grown,
-            "states_committed": cache.num_committed_slots,
-            "states_pinned": cache.num_pinned_slots,
-            "kv_cached": cache.num_cached_kv_blocks,
-            "kv_held": cache.num_held_kv_blocks,
-            "running": self._most_running,
-            "waiting": self._most_waiting,
-        }
+            "prompt": grown.pop("prompt"), "resumed": grown.pop("resumed"),
+            "generated": grown.pop("generated"), "by_reason": grown,
+            "states_committed": cache.num_committed_slots, "states_pinned": cache.num_pinned_slots,
+            "kv_cached": cache.num_cached_kv_blocks, "kv_held": cache.num_held_kv_blocks,
+            "running": self._most_running, "waiting": self._most_waiting,
+        }  # fmt: skip
 
     def as_json(self, unix_offset_s: float) -> dict[str, Any]:
         """The series as `Monitor.snapshot` has it. `unix_offset_s`: from the clock's time to Unix time."""
@@ -217,11 +212,9 @@ class Series:
 def _counts(stats: EngineStats, num_generated: int) -> Mapping[str, int]:
     cache = stats.cache
     return {
-        "prompt": cache.num_prompt_tokens,
-        "resumed": cache.num_resumed_tokens,
-        "generated": num_generated,
+        "prompt": cache.num_prompt_tokens, "resumed": cache.num_resumed_tokens, "generated": num_generated,
         **{str(reason): number for reason, number in cache.computed_by_reason.items()},
-    }
+    }  # fmt: skip
 
 
 _SHOWN = (

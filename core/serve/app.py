@@ -50,11 +50,9 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     instance("loaded", loaded, LoadedModel)
     instance("settings", settings, ServerSettings)
     served = LocalEngine(
-        engine,
-        model_name=settings.model_name,
-        max_waiting_requests=settings.max_waiting_requests,
+        engine, model_name=settings.model_name, max_waiting_requests=settings.max_waiting_requests,
         trace=settings.trace,
-    )
+    )  # fmt: skip
     app = make_app_over(served, loaded, settings)
     app.state.monitor = served.monitor
     return app
@@ -96,12 +94,9 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
     if not settings.allowed_origins:
         return [access]
     cross_origin = Middleware(
-        CORSMiddleware,
-        allow_origins=settings.allowed_origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+        CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"],
+        allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+    )  # fmt: skip
     return [cross_origin, access]  # a browser asks for permission without a key
 
 

@@ -97,12 +97,9 @@ class GeneratedAnswer(Response):
         """Queue one prompt. Its stream is added to `streams`, by the choice's index."""
         try:
             streams[choice.index] = await self.engine.stream(
-                choice.tokens,
-                choice.sampling,
-                cache_salt=self.cache_salt,
-                checkpoint_plan=choice.plan,
+                choice.tokens, choice.sampling, cache_salt=self.cache_salt, checkpoint_plan=choice.plan,
                 tenant=self.tenant,
-            )
+            )  # fmt: skip
         except ValueError as error:
             raise bad_argument(error, type(self.job.request).model_fields) from None
         except RuntimeError as error:

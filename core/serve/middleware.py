@@ -132,11 +132,9 @@ class Keys:
         if tenant is None:
             whose = "a tenant's key" if is_tenants else "the admin key"
             raise RequestError(
-                401,
-                f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {whose}",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+                401, f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {whose}",
+                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
         return tenant
 
 

@@ -137,13 +137,10 @@ class JobFactory:
         seed = None if request.seed is None else (request.seed + number) & INT64_MAX
         try:
             return self._loaded.generation.sampling_params(
-                **request.sampling,
-                max_tokens=most,
-                stop_token_ids=(*stops, *request.stop_token_ids),
-                seed=seed,
-                return_log_probs=request.num_top_log_probs is not None,
+                **request.sampling, max_tokens=most, stop_token_ids=(*stops, *request.stop_token_ids),
+                seed=seed, return_log_probs=request.num_top_log_probs is not None,
                 num_top_log_probs=request.num_top_log_probs or 0,
-            )
+            )  # fmt: skip
         except ValueError as error:
             raise bad_argument(error, type(request).model_fields) from None
 

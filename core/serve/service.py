@@ -101,15 +101,11 @@ class Service:
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
             return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
-                self.engine,
-                self._text,
-                job,
-                tenant,
+                self.engine, self._text, job, tenant,
                 engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
-                form(self.settings.model_name, job.request),
-                deadline,
+                form(self.settings.model_name, job.request), deadline,
                 partial(self._end_answers, num_answers),
-            )
+            )  # fmt: skip
         except BaseException:
             self._end_answers(num_answers)
             raise

@@ -29,7 +29,7 @@ class RequestFactory:
     def __init__(self, context: DynamicInferenceContext, salt_key: SaltKey, seed: int) -> None:
         # Of the next request of a user (0, 1, ..), and of the next one of `warm` or `score` (-2, -3, ..).
         # Seeds are made of ids: `warm` and `score` change no seed of a user's request.
-        self._next_ids = 0, NO_ID - 1
+        self.next_ids = 0, NO_ID - 1
         self._context, self._config = context, context.config
         self._salt_key, self._seed = salt_key, seed
 
@@ -90,27 +90,22 @@ class RequestFactory:
 
     def assign_id(self, request: DynamicInferenceRequest, *, is_users: bool, owned: bool) -> None:
         """Give a request its id and seed. `owned`: the engine keeps no result of it for `take_result`."""
-        users, other = self._next_ids
-        self._next_ids = (users + 1, other) if is_users else (users, other - 1)
+        users, other = self.next_ids
+        self.next_ids = (users + 1, other) if is_users else (users, other - 1)
         request.request_id, request.owned = users if is_users else other, owned
         request.seed = request_seed(request.sampling, self._seed, request.request_id)
         request.arrival_s = time.perf_counter()
         if self._config.enable_prefix_caching:
             request.chain.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
 
-    @property
-    def next_ids(self) -> tuple[int, int]:
-        """The ids of the next request of a user, and of the next other one."""
-        return self._next_ids
-
     def continue_ids(self, next_ids: tuple[int, int]) -> None:
         """Give the next requests the ids that they have on the leading rank."""
-        self._next_ids = next_ids
+        self.next_ids = next_ids
 
     def skip_ids(self) -> None:
         """Let ranks whose engines failed at different requests go on with equal ids."""
-        users, other = self._next_ids
-        self._next_ids = ((users >> 32) + 1) << 32, other
+        users, other = self.next_ids
+        self.next_ids = ((users >> 32) + 1) << 32, other
 
     def _make_request(
         self,
@@ -125,14 +120,9 @@ class RequestFactory:
         elif plan is not self._config.checkpoint_plan:
             instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(self._config.block_size_tokens)
         return DynamicInferenceRequest(
-            request_id=NO_ID,
-            prompt_tokens=tokens[:num_prompt_tokens],
-            sampling=sampling,
-            plan=plan,
-            chain=self._chain(cache_salt),
-            arrival_s=0.0,
-            given_tokens=tokens[num_prompt_tokens:],
-        )
+            request_id=NO_ID, prompt_tokens=tokens[:num_prompt_tokens], sampling=sampling, plan=plan,
+            chain=self._chain(cache_salt), arrival_s=0.0, given_tokens=tokens[num_prompt_tokens:],
+        )  # fmt: skip
 
     def _chain(self, cache_salt: Salt) -> PrefixHashChain:
         root = self._salt_key.root(salt_bytes("cache_salt", cache_salt))

@@ -212,11 +212,9 @@ class AsyncEngine:
         self._open_answers.add(answer)
         self._none_are_open.clear()
         arguments = {
-            "prompt": prompt,
-            "sampling_params": sampling_params,
-            "cache_salt": cache_salt,
+            "prompt": prompt, "sampling_params": sampling_params, "cache_salt": cache_salt,
             "checkpoint_plan": checkpoint_plan,
-        }
+        }  # fmt: skip
         self._num_sent += 1
         try:
             try:

@@ -43,14 +43,12 @@ class GraphBuckets:
         """The shapes for the steps of a context."""
         config = context.config
         return cls(
-            max_requests=config.max_requests,
-            table_blocks=context.admission.block_table.shape[1],
+            max_requests=config.max_requests, table_blocks=context.admission.block_table.shape[1],
             max_prefill_tokens=min(MAX_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
-            block_size=config.block_size_tokens,
-            decode_tokens=1 + config.num_speculative_tokens,
+            block_size=config.block_size_tokens, decode_tokens=1 + config.num_speculative_tokens,
             ladder=ladder,
-        )
+        )  # fmt: skip
 
     def smallest(self, shape: StepShape) -> StepShape | None:
         """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
@@ -106,10 +104,7 @@ class CapturedForward:
             torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
         ):
             self._logits = model(inputs)
-
-    @property
-    def pool(self) -> Any:
-        return self._graph.pool()
+        self.pool = self._graph.pool()  # the graph's memory
 
     def launch(self) -> Tensor:
         """Run on what the inputs' tensors hold now; the next launch overwrites the returned logits."""

@@ -277,12 +277,9 @@ class DynamicInferenceEngine:
             The results, in the order of the prompts.
         """
         rows = prompts_with(
-            "prompt",
-            prompts,
-            sampling_params=sampling_params,
-            cache_salt=cache_salt,
+            "prompt", prompts, sampling_params=sampling_params, cache_salt=cache_salt,
             checkpoint_plan=checkpoint_plan,
-        )
+        )  # fmt: skip
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
             self.factory.new_request("prompt" if len(rows) == 1 else f"prompts[{i}]", *row)
@@ -493,13 +490,10 @@ class DynamicInferenceEngine:
             self.settle()
         core, scheduler = self.core, self.core.scheduler
         return EngineStats(
-            cache=self.context.cache_stats(),
-            speculation=core.speculation,
-            num_running=len(scheduler.running),
-            num_paused=scheduler.num_paused,
-            num_waiting=len(scheduler.waiting),
-            num_rebuilds=core.num_rebuilds,
-        )
+            cache=self.context.cache_stats(), speculation=core.speculation,
+            num_running=len(scheduler.running), num_paused=scheduler.num_paused,
+            num_waiting=len(scheduler.waiting), num_rebuilds=core.num_rebuilds,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""

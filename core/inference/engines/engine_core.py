@@ -163,8 +163,6 @@ class EngineCore:
         finally:
             self._to_cancel = to_cancel
 
-    # ---- what callers take, and what waits for the next call
-
     def queue_cancel(self, request_id: int, reason: EarlyEnd = "cancelled") -> None:
         """Let the next call end a request, unless it has ended; any thread may do so at any moment."""
         self._to_cancel.append((request_id, reason))
@@ -183,7 +181,7 @@ class EngineCore:
         return self.unclaimed.pop(request_id, None)
 
     def take_report(self) -> StepReport | None:
-        """The report of a step that was made and not returned; once."""
+        """The first of `reports`; once."""
         return self.reports.popleft() if self.reports else None
 
     def discard_results(self) -> None:
@@ -353,11 +351,9 @@ class EngineCore:
     def _count_drafts(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         so_far = self.speculation
         self.speculation = SpeculationStats(
-            so_far.num_decodes + 1,
-            so_far.num_tokens + len(tokens),
-            so_far.num_drafted + len(drafts),
+            so_far.num_decodes + 1, so_far.num_tokens + len(tokens), so_far.num_drafted + len(drafts),
             so_far.num_accepted + sum(map(eq, drafts, tokens)),
-        )
+        )  # fmt: skip
 
     # ---- repairs, each of which can be made any number of times
 

@@ -77,17 +77,13 @@ class EngineThread(Thread):
         self._calls.put((call, reply))
         return await reply
 
-    def _post(self, call: Callable[[], object]) -> None:
-        """Make a call after the present step, in the order of the posts."""
-        self._calls.put((call, None))
-
     def post_cancel(self, answer: Answer, reason: EarlyEnd = "cancelled") -> None:
         """End an answer's request after the present step, unless the request has ended."""
-        self._post(partial(self._cancel, answer, reason))
+        self._calls.put((partial(self._cancel, answer, reason), None))
 
     def post_stop(self) -> None:
         """End the thread after the present step, and cancel the requests that have not ended."""
-        self._post(self._stop)
+        self._calls.put((self._stop, None))
 
     # ---- calls that are posted
 

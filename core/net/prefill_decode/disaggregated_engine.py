@@ -95,12 +95,10 @@ class DisaggregatedEngine(AsyncEngine):
         self._min_tokens = integer("min_prefill_tokens", min_prefill_tokens, 1)
         self._prefill_timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._client = PrefillClient(
-            self.call,
-            instance("store", store, Store),
-            name,
+            self.call, instance("store", store, Store), name,
             silence_s=real("silence_s", silence_s, 1e-3, LONGEST_TIMEOUT_S),
             hand_over_timeout_s=real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S),
-        )
+        )  # fmt: skip
         self._connecting: asyncio.Task[None] | None = None
         self._prefills = PrefillCounts()
 

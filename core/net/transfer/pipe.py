@@ -65,16 +65,11 @@ class MessagePipe:
         self._send_piece, self._acknowledge = send_piece, acknowledge
         self._num_sent = self._num_acknowledged = 0
         self._num_received = self._num_expected = 0
-        self._arrived: deque[memoryview] = deque()
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether a piece has arrived that is not copied yet."""
-        return bool(self._arrived)
+        self.arrived: deque[memoryview] = deque()
 
     def add_arrived(self, payload: memoryview) -> None:
         """A piece has arrived."""
-        self._arrived.append(payload)
+        self.arrived.append(payload)
 
     def add_acknowledged(self) -> None:
         """The receiver has acknowledged one more piece."""
@@ -92,8 +87,8 @@ class MessagePipe:
         return MessagePassage(lambda: self._fill(piece, number))
 
     def _fill(self, piece: Tensor, number: int) -> bool:
-        if self._num_received < number and self._arrived:
-            payload = self._arrived.popleft()
+        if self._num_received < number and self.arrived:
+            payload = self.arrived.popleft()
             if len(payload) != len(piece):
                 raise TransferError(f"a piece is of {len(payload)} bytes; accepted: {len(piece)}")
             piece.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

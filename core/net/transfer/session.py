@@ -372,12 +372,12 @@ class Destination(Session[bytes]):
         if (
             time.monotonic() - self._looked_s >= _POLL_INTERVAL_S
             and not peer.inbox
-            and not peer.messages.has_arrived
+            and not peer.messages.arrived
         ):
             self._looked_s = time.monotonic()
             if not peer.is_connected():
                 self._take_messages(0.0)
-                if not peer.inbox and not peer.messages.has_arrived:
+                if not peer.inbox and not peer.messages.arrived:
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:

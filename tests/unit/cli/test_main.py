@@ -27,7 +27,7 @@ def config_of(*options: str, memory_gb: float = 1.0, **model: Any) -> ms.Inferen
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
     words = ["serve", MODEL, "--memory-gb", str(memory_gb), *options]
     options = make_parser().parse_args(words)
-    return inference_config(spec, options, 8192, chosen_model(options).cache)
+    return inference_config(spec, options, 8192, chosen_model(options)[1])
 
 
 def test_python_m_runs_the_command() -> None:

@@ -160,7 +160,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(
     assert sorted(known.replicas) == ["cut", "failing", "quick", "slow"]
     assert [name for name in ("slow", "failing", "cut") if known.lacks_states(name)] == ["failing", "cut"]
     assert [record.getMessage() for record in caplog.records] == [
-        "mambaslots: no answer of replica cut: ConnectionError: reset"
+        "mambaslots: no answer of replica cut: ConnectionError('reset')"
     ]
 
 
