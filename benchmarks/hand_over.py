@@ -39,7 +39,7 @@ import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from mambaslots.inference.kernels.row_checksum import RowChecksum
-from mambaslots.net.channel import Address, Link, Listener
+from mambaslots.net.message_sockets import Address, Link, Listener
 from mambaslots.net.transfer import hand_over, hand_over_messages, pieces, pipe, session
 from mambaslots.net.transfer.pipe import NcclPipe, new_nccl_id
 from mambaslots.net.transfer.placement import Placement

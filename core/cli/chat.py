@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
     from ..inference.engines.streams import TokenStream
     from ..loaded_model import LoadedModel
-    from ..request import SamplingParams
+    from ..params_and_results import SamplingParams
 
 TEXT = """\
 Every turn sends the whole conversation. The prefix cache resumes from the deepest state that it holds of it,
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     folder, cache = chosen_model(options)
-    from .setup import load_model, make_engine
+    from .engine_setup import load_model, make_engine
 
     loaded = load_model(options, folder)
     engine = make_engine(loaded, options, cache)

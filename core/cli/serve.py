@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
     logger.info("mambaslots %s begins; importing torch", VERSION)
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
-    from .processes import serve_replicated, serve_split
-    from .setup import load_model, make_engine
+    from .engine_setup import load_model, make_engine
+    from .serve_processes import serve_replicated, serve_split
 
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))

@@ -17,7 +17,7 @@ from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
-from ..request import EarlyEnd, SamplingParams
+from ..params_and_results import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
 from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
 from .replica_reports import ReplicaReport, counts_of_all, fleet_metrics, merged_snapshot
@@ -91,7 +91,7 @@ class FleetEngine:
         return None if self._num_replicas() else NoReplicaError("no replica serves now")
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """What this ingress adds to the fleet's metrics."""
         return {**self._counts, "requests_waiting": self.num_waiting, "requests_running": self.num_running}
 
@@ -228,9 +228,9 @@ class FleetEngine:
     async def metrics(self) -> list[Metric]:
         """The replicas' metrics, each with the label `replica`, and those of all ingresses together."""
         reports = await self._reports()
-        numbers = counts_of_all(self.name, self.numbers, reports)
-        numbers["replicas"] = self._num_replicas()
-        return await asyncio.to_thread(fleet_metrics, numbers, reports)
+        counts = counts_of_all(self.name, self.counts, reports)
+        counts["replicas"] = self._num_replicas()
+        return await asyncio.to_thread(fleet_metrics, counts, reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas; None where none reports."""

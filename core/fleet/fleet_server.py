@@ -63,19 +63,19 @@ def connected_cluster() -> Iterator[bool]:
         ray.shutdown()
 
 
-def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
+def with_resources(settings: FleetSettings, device: str, is_joined: bool) -> FleetSettings:
     """With what Ray reserves for each rank; ValueError where an own cluster has too few GPUs."""
     resources = ray.cluster_resources()
     num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
     num_ranks = settings.max_replicas * settings.ranks
     if device == "cuda" or (device == "auto" and num_gpus):
-        if num_gpus < num_ranks and not joined:
+        if num_gpus < num_ranks and not is_joined:
             raise ValueError(
                 f"{settings.max_replicas} replicas of {settings.ranks} ranks need {num_ranks} GPUs, and Ray "
                 f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {CLUSTER}"
             )
         return replace(settings, gpus_per_rank=1.0, cpus_per_rank=0.0 if num_cpus < num_ranks else 1.0)
-    share = 1.0 if joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
+    share = 1.0 if is_joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
     return replace(settings, gpus_per_rank=0.0, cpus_per_rank=share)
 
 
@@ -186,17 +186,17 @@ def serve_replicas(
     """
     if not os.environ.get(CLUSTER):
         server = replace(server, port=usable_port(server.host, server.port))
-    with connected_cluster() as joined:
+    with connected_cluster() as is_joined:
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         check_http(server.host, server.port)
-        settings = with_resources(settings, device, joined)
+        settings = with_resources(settings, device, is_joined)
         application = fleet_application(make_engine, load_text, salt_key, server, settings)
         try:
             handle = serve.run(application, name=settings.name, route_prefix="/")
             return _serve_until_signal(handle, server, settings)
         finally:
-            if joined:
+            if is_joined:
                 serve.delete(settings.name)
 
 

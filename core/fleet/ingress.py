@@ -16,11 +16,11 @@ from ..serve.middleware import add_host_header_check
 from ..serve.served_engine import EngineFacts
 from ..serve.server_settings import ServerSettings
 from ..serve.service import Service
-from .calls import ReplicaCalls, answer_of, answers_of
 from .fleet_engine import FleetEngine
 from .fleet_settings import FleetSettings
 from .guard import kill_when_stalled
 from .known_replicas import known_replicas_of
+from .replica_calls import ReplicaCalls, answer_of, answers_of
 from .replica_questions import IngressQuestion
 from .replica_reports import ReplicaReport
 
@@ -94,7 +94,7 @@ class Ingress:
             question = None
             if self._engine is not None:
                 lacks_states = self._known.lacks_states(name)
-                question = IngressQuestion(self._engine.name, lacks_states, self._engine.numbers)
+                question = IngressQuestion(self._engine.name, lacks_states, self._engine.counts)
             status = await answer_of(replica, "status", question)
             self._known.note_answer(name, status.events)
         except ActorDiedError:

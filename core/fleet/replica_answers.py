@@ -10,7 +10,7 @@ from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.request import GeneratedToken
 from ..inference.engines.streams import Answer
 from ..net.routing.state_router import RouteRequest
-from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
+from ..params_and_results import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
 from ..serve.served_engine import ServedEngine
 
 

@@ -11,7 +11,7 @@ from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..inference.contexts.request import DynamicInferenceRequest, ScheduledRequest
-from ..request import FinishReason, RequestResult
+from ..params_and_results import FinishReason, RequestResult
 from ..validation import ceil_div
 from .advice import differences, why_not_deeper
 
@@ -30,7 +30,7 @@ NUM_POINTS = 450
 
 
 @dataclass
-class Latency:
+class DurationHistogram:
     """The distribution of one duration in seconds, and the percentiles of its last values."""
 
     bounds: Sequence[float]  # of the classes, upper ones; a last class has none
@@ -81,10 +81,10 @@ class MonitorFigures:
     num_generated: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0  # the share of computed prompt tokens in the steps' time
-    first_token: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
-    inter_token: Latency = field(default_factory=partial(Latency, INTER_TOKEN_BOUNDS_S))
-    step: Latency = field(default_factory=partial(Latency, STEP_BOUNDS_S))
-    queue: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
+    first_token: DurationHistogram = field(default_factory=partial(DurationHistogram, FIRST_TOKEN_BOUNDS_S))
+    inter_token: DurationHistogram = field(default_factory=partial(DurationHistogram, INTER_TOKEN_BOUNDS_S))
+    step: DurationHistogram = field(default_factory=partial(DurationHistogram, STEP_BOUNDS_S))
+    queue: DurationHistogram = field(default_factory=partial(DurationHistogram, FIRST_TOKEN_BOUNDS_S))
 
     @property
     def slots_by_use(self) -> dict[str, int]:
@@ -121,10 +121,10 @@ class MonitorFigures:
         return {"host": tiers.num_states_fetched - from_disk, "disk": from_disk}
 
     @property
-    def eviction_age(self) -> Latency:
+    def eviction_age(self) -> DurationHistogram:
         """From the last use of states to their eviction."""
         ages = self.stats.cache.state_ages
-        return Latency(AGE_BOUNDS_S, list(ages.counts), ages.sum_s, deque(ages.recent_s), (50, 90))
+        return DurationHistogram(AGE_BOUNDS_S, list(ages.counts), ages.sum_s, deque(ages.recent_s), (50, 90))
 
     @property
     def saved_s(self) -> float | None:

@@ -15,7 +15,7 @@ from ..inference.contexts.cache.hashing import salt_bytes
 from ..inference.contexts.request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
-from ..request import RequestResult
+from ..params_and_results import RequestResult
 from ..validation import instance, refused
 from ..version import VERSION
 from .advice import MissWatch

@@ -48,7 +48,7 @@ class AnswerText:
         self._text = text
         self._stops = StopStrings(stops)
         self._keeps_tokens = keeps_tokens
-        self._previous = previous
+        self._previous_token = previous
         self._num_characters = 0
         self._unplaced: list[AnswerToken] = []
         """Tokens whose characters are not complete."""
@@ -69,7 +69,7 @@ class AnswerText:
             piece = self._detokenizer.push(generated.token) if self._detokenizer is not None else ""
             if self._keeps_tokens:
                 self._unplaced.append(self._answer_token(generated))
-                self._previous = generated.token
+                self._previous_token = generated.token
             sent.append(self._placed(piece))
         return Piece("".join(sent), self._returned())
 
@@ -86,13 +86,13 @@ class AnswerText:
         return Piece(text, tokens)
 
     def _answer_token(self, generated: GeneratedToken) -> AnswerToken:
-        before = self._text.decode([self._previous]) if self._text is not None else ""
+        before = self._text.decode([self._previous_token]) if self._text is not None else ""
 
         def text_of(token: int) -> str:
             """What it adds; tokenizers may write a token otherwise at the beginning of a text."""
             if self._text is None:
                 return ""
-            both = self._text.decode([self._previous, token])
+            both = self._text.decode([self._previous_token, token])
             return both[len(before) :] if both.startswith(before) else self._text.decode([token])
 
         top = tuple((text_of(token), log_prob) for token, log_prob in generated.top_log_probs or ())

@@ -17,10 +17,10 @@ from starlette.staticfiles import StaticFiles
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
-from .answer_json import ChatForm, Form
+from .answer_json import AnswerFormat, ChatAnswerFormat
 from .connections import FailedAccepts
 from .error_answers import JSONAnswer, RequestError, json_bytes
-from .middleware import AccessMiddleware, Keys
+from .middleware import AccessMiddleware, ApiKeys
 from .prometheus_text import connection_metrics, text_of
 from .served_engine import LocalEngine, ServedEngine
 from .server_settings import ServerSettings
@@ -90,7 +90,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    access = Middleware(AccessMiddleware, keys=Keys(settings.api_keys, settings.admin_key))
+    access = Middleware(AccessMiddleware, keys=ApiKeys(settings.api_keys, settings.admin_key))
     if not settings.allowed_origins:
         return [access]
     cross_origin = Middleware(
@@ -106,13 +106,13 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, service.preparation.completion, Form)
+    return await service.answer(request, service.preparation.completion, AnswerFormat)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, service.preparation.chat, ChatForm)
+    return await service.answer(request, service.preparation.chat, ChatAnswerFormat)
 
 
 @router.get("/v1/models")

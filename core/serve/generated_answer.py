@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError
 from ..inference.engines.streams import AsyncStream
-from ..request import RequestResult
+from ..params_and_results import RequestResult
 from ..text import TextCodec
-from .answer_json import Form, usage
+from .answer_json import AnswerFormat, usage
 from .answer_text import AnswerText, Piece
 from .error_answers import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
+from .jobs import Choice, Job
 from .middleware import BROKEN_BY
-from .preparation import Choice, Job
 from .served_engine import ServedEngine
 
 Emit = Callable[[int, Piece], Awaitable[None]]
@@ -40,9 +40,9 @@ class GeneratedAnswer(Response):
     job: Job
     tenant: str
     cache_salt: bytes | None
-    form: Form
+    form: AnswerFormat
     deadline: float
-    finished: Callable[[], None]
+    on_end: Callable[[], None]
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class GeneratedAnswer(Response):
             if not await _unless_disconnected(receive, self._answer(scope, receive, send)):
                 scope["state"][BROKEN_BY] = "client"
         finally:
-            self.finished()
+            self.on_end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         answers: list[list[Piece]] = [[] for _ in self.job.choices]

@@ -41,7 +41,7 @@ class AccessMiddleware:
     Exceptions are logged as type and place alone: their messages may quote what clients sent.
     """
 
-    def __init__(self, app: ASGIApp, keys: "Keys") -> None:
+    def __init__(self, app: ASGIApp, keys: "ApiKeys") -> None:
         self._app = app
         self._keys = keys
 
@@ -110,7 +110,7 @@ def error_origin(error: BaseException) -> str:
 # ---- keys
 
 
-class Keys:
+class ApiKeys:
     """The keys of a server, as digests. Paths under /v1 are for tenants, others for the operator."""
 
     def __init__(self, api_keys: Mapping[str, str], admin_key: str | None) -> None:

@@ -16,7 +16,7 @@ from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from .prometheus_text import monitor_metrics
 
 

@@ -9,11 +9,11 @@ from starlette.requests import Request
 
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedText
-from .answer_json import Form
+from .answer_json import AnswerFormat
 from .error_answers import RequestError, refusal
 from .generated_answer import GeneratedAnswer, StreamedAnswer, within
+from .jobs import Job, JobFactory, body_too_slow, header_salt, read_body
 from .middleware import engine_salt
-from .preparation import Job, JobFactory, body_too_slow, header_salt, read_body
 from .served_engine import ServedEngine
 from .server_settings import ServerSettings
 
@@ -79,7 +79,7 @@ class Service:
         return self.settings.max_waiting_requests + self.engine.max_running
 
     async def answer(
-        self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
+        self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[AnswerFormat]
     ) -> GeneratedAnswer:
         """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
         if self.why_refused is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..files import CONFIG, ModelFolderError, read_optional_object, section
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..validation import INT32_MAX, boolean, brief_repr, instance, integers
 from .chat_template import ChatBranches, Cut, branch_tokens
 

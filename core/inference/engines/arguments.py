@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_groups import ParallelGroups
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...validation import as_list, instance, integer, integers, refused, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, given_key, salt_bytes

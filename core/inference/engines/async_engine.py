@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import QueueFullError
-from ...request import RequestResult, SamplingParams
+from ...params_and_results import RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
+from ...params_and_results import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...progress import ProgressBar
-from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix

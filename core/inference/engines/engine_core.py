@@ -18,7 +18,7 @@ import torch
 from ...cache_stats import SpeculationStats
 from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
-from ...request import EarlyEnd, FinishReason, RequestResult
+from ...params_and_results import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -111,7 +111,7 @@ class EngineCore:
         self._drafter = drafter
         self.is_split = context.spec.groups.is_split
         self._on_device = on_device_of(context.spec.device)
-        self._in_change = False
+        self._is_changing = False
         self.repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
 
     # ---- changes
@@ -119,13 +119,13 @@ class EngineCore:
     @contextmanager
     def changing(self, *allowed: type[Exception], repair: Callable[[], None] | None = None) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
-        if self._in_change:
+        if self._is_changing:
             self.step_runner.is_in_model = False  # if the model's call fails, this change may be half made
             yield
             return
         # Deferring signals takes 10 us: worth it for steps, and for what clears the cache.
         with signals_deferred() if repair is not None else nullcontext():
-            self._in_change = True
+            self._is_changing = True
             self.repair = repair or self._check_or_rebuild
             try:
                 yield
@@ -138,7 +138,7 @@ class EngineCore:
                 self._run_repair()
                 raise
             finally:
-                self._in_change = False
+                self._is_changing = False
 
     def _complete(self) -> None:
         if self._context.config.free_memory == "zero":
@@ -203,7 +203,7 @@ class EngineCore:
                 "at a time"
             )
         self.check_not_broken()
-        if self.repair is not None and not self._in_change:
+        if self.repair is not None and not self._is_changing:
             self._run_repair()
 
     def check_not_broken(self) -> None:
@@ -287,7 +287,7 @@ class EngineCore:
 
     def reset(self, weights_version: object, allocated: bool) -> None:
         """End every request, and clear results, cache and counts. Arguments: those of the calling rank."""
-        self._in_change, self.repair = False, self._reset  # in place of every other repair
+        self._is_changing, self.repair = False, self._reset  # in place of every other repair
         spec = self._context.spec
         with signals_deferred():
             if spec.groups.abort_reason:

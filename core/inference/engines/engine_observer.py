@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...request import RequestResult
+from ...params_and_results import RequestResult
 from ...validation import brief_repr, refused, shown
 from ..contexts.request import Batch, DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 

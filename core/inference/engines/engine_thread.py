@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import EngineDeadError, KVBlockCapacityError
 from ...parallel_groups import ParallelGroups
-from ...request import EarlyEnd
+from ...params_and_results import EarlyEnd
 from ..contexts.request import GeneratedToken
 from .dynamic_engine import DynamicInferenceEngine
 from .streams import Answer, TokenStream

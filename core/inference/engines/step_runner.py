@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import padded_to_ladder
 from ..contexts.request import Batch, DynamicInferenceRequest, GeneratedToken

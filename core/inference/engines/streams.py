@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from ...request import EarlyEnd, FinishReason, PromptFigures, RequestResult
+from ...params_and_results import EarlyEnd, FinishReason, PromptFigures, RequestResult
 from ..contexts.request import DynamicInferenceRequest, GeneratedToken
 
 

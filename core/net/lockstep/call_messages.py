@@ -14,7 +14,7 @@ from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...validation import refused, shown
 
 

@@ -10,7 +10,7 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...validation import instance, shown
 from ..all_ranks import RankDiedError, attempt
-from ..channel import Address, Link, PeerLostError, host_name
+from ..message_sockets import Address, Link, PeerLostError, host_name
 from .call_messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
 
 _MEETING_S = 60.0

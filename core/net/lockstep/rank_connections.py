@@ -9,7 +9,7 @@ import torch
 
 from ...parallel_groups import ParallelGroups
 from ..all_ranks import Notes, RankDiedError, attempt
-from ..channel import Listener, PeerLostError, host_name
+from ..message_sockets import Listener, PeerLostError, host_name
 from .call_messages import Abort, Close, Failure, Hello, Lost, Outcome
 from .follower import WATCH_S
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ..channel import Address, Link, PeerLostError
+from ..message_sockets import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from ..transfer.placement import PrefixCounts
 from . import prefill_messages as messages

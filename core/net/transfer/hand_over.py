@@ -15,7 +15,7 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, one_of, real, refused
 from ..all_ranks import described
-from ..channel import PeerLostError
+from ..message_sockets import PeerLostError
 from .exports import CacheAccess, PrefixName, chosen_states, forest_of
 from .format import Description, TransferError, shard_of
 from .imports import CopyError, ReceivedPrefixes, import_received

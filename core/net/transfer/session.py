@@ -15,7 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...devices import on_device_of
 from ...validation import refused, shown
-from ..channel import Address, Link, Listener, PeerLostError
+from ..message_sockets import Address, Link, Listener, PeerLostError
 from . import hand_over_messages as messages
 from .exports import CacheAccess
 from .format import Description, TransferError, check_shard, decode, encode, shard_of
@@ -93,11 +93,11 @@ class Session[Key](ABC):
         self, move: Callable[..., T], peer: Peer, request: PieceRequest, rows: tuple[list[int], list[int]]
     ) -> T:
         """`send_pieces` or `receive_pieces` of what `request` names; `rows`: blocks and slots."""
-        pipe: MessagePipe | NcclPipe | None = peer.messages
+        pipe: MessagePipe | NcclPipe | None = peer.message_pipe
         if request.over_nccl:
             if request.nccl_id:
                 peer.keep_nccl(NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s))
-            if (pipe := peer.nccl) is None:
+            if (pipe := peer.nccl_pipe) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
         layout = PieceLayout(self.access.format(), request.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
@@ -147,7 +147,7 @@ class Session[Key](ABC):
                     peer.send(messages.Refusal(reason[: messages.MAX_REASON_LETTERS]))
             if peer.link is not None:
                 peer.link.close()
-            if peer.nccl is not None and not peer.nccl.close():
+            if peer.nccl_pipe is not None and not peer.nccl_pipe.close():
                 _leaked.append(self.staging)
                 self.staging = Staging(self.device, self.staging.scrubs)
 
@@ -333,7 +333,7 @@ class Destination(Session[bytes]):
                     peer.send(PieceRequest())
                     continue
                 over_nccl = self.nccl is not None and self.nccl.fits(offer.nccl)
-                new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
+                new_id = new_nccl_id() if over_nccl and peer.nccl_pipe is None else b""
                 asked.append((peer, PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
         rows = list(blocks.values()), list(slots.values())
@@ -372,12 +372,12 @@ class Destination(Session[bytes]):
         if (
             time.monotonic() - self._looked_s >= _POLL_INTERVAL_S
             and not peer.inbox
-            and not peer.messages.arrived
+            and not peer.message_pipe.arrived
         ):
             self._looked_s = time.monotonic()
             if not peer.is_connected():
                 self._take_messages(0.0)
-                if not peer.inbox and not peer.messages.arrived:
+                if not peer.inbox and not peer.message_pipe.arrived:
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:

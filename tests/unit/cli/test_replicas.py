@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main, make_parser
-from mambaslots.cli.processes import ReplicaEngineFactory, _only_data, weights_version
+from mambaslots.cli.serve_processes import ReplicaEngineFactory, _only_data, weights_version
 from mambaslots.fleet import FleetSettings
 from mambaslots.loaded_model import LoadedText
 

@@ -91,8 +91,8 @@ def test_an_ingress_that_is_gone_has_no_requests_and_keeps_its_counts() -> None:
     numbers = {"requests": 3, "requests_waiting": 1, "requests_running": 2}
     assert ingresses.answer(IngressQuestion("a", True, numbers)) is None
     assert ingresses.answer(IngressQuestion("b", True, {"requests": 1})) is None
-    assert ingresses.numbers == {"a": numbers, "b": {"requests": 1}}
+    assert ingresses.counts == {"a": numbers, "b": {"requests": 1}}
     now_s = 2 * GONE_S
     ingresses.answer(IngressQuestion("b", True, {"requests": 2}))
     ended = {"requests": 3, "requests_waiting": 0, "requests_running": 0}
-    assert ingresses.numbers == {"a": ended, "b": {"requests": 2}}
+    assert ingresses.counts == {"a": ended, "b": {"requests": 2}}

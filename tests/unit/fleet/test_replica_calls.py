@@ -38,7 +38,7 @@ class Handle:
 
 
 def raised(error: Exception) -> BaseException:
-    from mambaslots.fleet.calls import ReplicaCalls
+    from mambaslots.fleet.replica_calls import ReplicaCalls
 
     handle = Handle(error)
 
@@ -105,7 +105,7 @@ class Asked:
 
 
 def test_a_replica_that_is_late_or_raises_takes_nothing_from_the_others() -> None:
-    from mambaslots.fleet.calls import answers_of
+    from mambaslots.fleet.replica_calls import answers_of
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -144,9 +144,9 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(
     async def main() -> None:
         asking = ingress.Ingress.__new__(ingress.Ingress)
         asking._known = known
-        asking._engine = SimpleNamespace(name="one", numbers={"requests": 3})  # type: ignore[assignment]
+        asking._engine = SimpleNamespace(name="one", counts={"requests": 3})  # type: ignore[assignment]
         known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead, "cut": cut})
-        known._complete |= {"slow", "failing", "cut"}
+        known._complete_replicas |= {"slow", "failing", "cut"}
         listening = asyncio.create_task(asking._listen())
         async with asyncio.timeout(30):
             while answers["quick"] < 20 or "dead" in known.replicas:
@@ -181,16 +181,16 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
     monkeypatch: pytest.MonkeyPatch, others_answer: bool
 ) -> None:
     """A replica that is busy answers questions; and where no replica answers, none is better."""
-    from mambaslots.fleet import calls
+    from mambaslots.fleet import replica_calls
 
-    monkeypatch.setattr(calls, "_POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(replica_calls, "_POLL_INTERVAL_S", 0.02)
     now = [0.0]
     known = KnownReplicas(lambda: now[0])
     known.set_replicas({"a": None, "b": None})
 
     async def parts_of(handle: Handle, answering: str) -> int:
         number, handle.known = 0, known
-        async for _ in calls.ReplicaCalls(handle, known).stream(REQUEST):
+        async for _ in replica_calls.ReplicaCalls(handle, known).stream(REQUEST):
             number += 1
             now[0] += 6.0
             if answering:

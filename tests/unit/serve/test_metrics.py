@@ -5,7 +5,7 @@ from typing import get_args
 
 import mambaslots as ms
 import pytest
-from mambaslots.request import FinishReason
+from mambaslots.params_and_results import FinishReason
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
 

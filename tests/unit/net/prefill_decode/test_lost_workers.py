@@ -14,8 +14,8 @@ import mambaslots.net as msd
 import msgspec
 import pytest
 import zmq
-from mambaslots.net import channel
-from mambaslots.net.channel import Address, Link, Listener, PeerLostError
+from mambaslots.net import message_sockets
+from mambaslots.net.message_sockets import Address, Link, Listener, PeerLostError
 from mambaslots.net.prefill_decode import prefill_client, prefill_messages
 from mambaslots.net.prefill_decode.prefill_messages import (
     PROTOCOL_VERSION,
@@ -81,7 +81,7 @@ BEHAVIOURS = {
 
 @pytest.fixture(autouse=True)
 def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_BYTES", MAX_BYTES)
+    monkeypatch.setattr(message_sockets, "MAX_BYTES", MAX_BYTES)
 
 
 @pytest.mark.parametrize("behaviour", list(BEHAVIOURS))

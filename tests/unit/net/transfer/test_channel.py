@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots.net import TransferChannel
-from mambaslots.net.channel import Link
+from mambaslots.net.message_sockets import Link
 from mambaslots.net.transfer import hand_over_messages, session
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.pieces import Staging

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from mambaslots.net.channel import Link, Listener, PeerLostError
+from mambaslots.net.message_sockets import Link, Listener, PeerLostError
 from mambaslots.net.transfer import hand_over_messages, pieces, session
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.pieces import PartCopies

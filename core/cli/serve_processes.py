@@ -26,8 +26,8 @@ from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
+from .engine_setup import chosen_device, load_model, make_engine
 from .model_choice import chosen_model
-from .setup import chosen_device, load_model, make_engine
 
 _SAMPLE_BYTES = 1 << 16
 _SUFFIXES = (".safetensors", ".bin", ".json")

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..loaded_model import LoadedText
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..text import TextCodec
 from ..validation import INT64_MAX
 from .error_answers import RequestError, bad_argument, bad_field
