@@ -45,7 +45,7 @@ class AnswerText:
     ) -> None:
         self.num_tokens = 0
         self._detokenizer = text.detokenizer() if text is not None else None
-        self._text = text
+        self._codec = text
         self._stops = StopStrings(stops)
         self._keeps_tokens = keeps_tokens
         self._previous_token = previous
@@ -86,14 +86,14 @@ class AnswerText:
         return Piece(text, tokens)
 
     def _answer_token(self, generated: GeneratedToken) -> AnswerToken:
-        before = self._text.decode([self._previous_token]) if self._text is not None else ""
+        before = self._codec.decode([self._previous_token]) if self._codec is not None else ""
 
         def text_of(token: int) -> str:
             """What it adds; tokenizers may write a token otherwise at the beginning of a text."""
-            if self._text is None:
+            if self._codec is None:
                 return ""
-            both = self._text.decode([self._previous_token, token])
-            return both[len(before) :] if both.startswith(before) else self._text.decode([token])
+            both = self._codec.decode([self._previous_token, token])
+            return both[len(before) :] if both.startswith(before) else self._codec.decode([token])
 
         top = tuple((text_of(token), log_prob) for token, log_prob in generated.top_log_probs or ())
         text = text_of(generated.token)

@@ -106,13 +106,13 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, service.preparation.completion, AnswerFormat)
+    return await service.answer(request, service.job_factory.completion_job, AnswerFormat)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, service.preparation.chat, ChatAnswerFormat)
+    return await service.answer(request, service.job_factory.chat_job, ChatAnswerFormat)
 
 
 @router.get("/v1/models")
@@ -140,7 +140,7 @@ async def metrics(request: Request) -> Response:
     found = [*await _service(request).engine.metrics()]
     failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
     if failed_accepts is not None:
-        found += connection_metrics(failed_accepts.count)
+        found += connection_metrics(failed_accepts.num_failed)
     return Response(await run_in_threadpool(text_of, found), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -156,7 +156,7 @@ def _model(request: Request) -> dict[str, Any]:
         "object": "model",
         "created": request.app.state.created,
         "owned_by": "mambaslots",
-        "max_model_len": service.preparation.longest,
+        "max_model_len": service.job_factory.longest,
     }
 
 

@@ -36,7 +36,7 @@ class GeneratedAnswer(Response):
     """The answer to a request, generated while it is sent, up to `deadline` of the loop's clock."""
 
     engine: ServedEngine
-    text: TextCodec | None
+    codec: TextCodec | None
     job: Job
     tenant: str
     cache_salt: bytes | None
@@ -49,7 +49,7 @@ class GeneratedAnswer(Response):
         request = self.job.request
         keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
         self._texts = [
-            AnswerText(self.text, request.stop, choice.tokens[-1], keeps_tokens)
+            AnswerText(self.codec, request.stop, choice.tokens[-1], keeps_tokens)
             for choice in self.job.choices
         ]
         self._num_cached = 0

@@ -56,27 +56,27 @@ class JobFactory:
         self.longest = min(facts.max_sequence_length, facts.pool_tokens)
         self._facts = facts
         self._loaded = loaded
-        self._context = BodyLimits(
+        self._limits = BodyLimits(
             model_name=settings.model_name,
             vocab_size=facts.vocab_size,
             max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
         )
 
-    def completion(self, body: bytes, header_salt: str | None) -> Job:
-        request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
+    def completion_job(self, body: bytes, header_salt: str | None) -> Job:
+        request = CompletionRequest.read(parsed_object(body), self._limits, header_salt)
         prompts, last = [], max(request.checkpoints, default=0)
         for prompt in request.prompt:
-            tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
+            tokens = self._codec_for("prompt").encode(prompt) if isinstance(prompt, str) else prompt
             if last > len(tokens):
                 message = f"checkpoints holds {last}; accepted: positions up to {len(tokens)}"
                 raise bad_field("checkpoints", message)
             prompts.append((tokens, request.checkpoints))
         return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
 
-    def chat(self, body: bytes, header_salt: str | None) -> Job:
+    def chat_job(self, body: bytes, header_salt: str | None) -> Job:
         written = parsed_object(body)
-        request = ChatRequest.read(written, self._context, header_salt)
-        text = self._text("messages")
+        request = ChatRequest.read(written, self._limits, header_salt)
+        text = self._codec_for("messages")
         if text.chat_template is None:
             raise bad_field(
                 "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
@@ -95,7 +95,7 @@ class JobFactory:
         default = self._loaded.generation.max_tokens
         return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
 
-    def _text(self, field: str) -> TextCodec:
+    def _codec_for(self, field: str) -> TextCodec:
         if self._loaded.text is None:
             raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
         return self._loaded.text
@@ -104,8 +104,8 @@ class JobFactory:
         self, field: str, prompts: list[tuple[list[int], Any]], request: AnswerRequest, default: int | None
     ) -> Job:
         if request.stop:
-            self._text("stop")
-        num_choices, most_choices = len(prompts) * request.n, self._context.max_prompts
+            self._codec_for("stop")
+        num_choices, most_choices = len(prompts) * request.n, self._limits.max_prompts
         if num_choices > most_choices:
             message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {most_choices}"
             if most_choices < MAX_CHOICES:

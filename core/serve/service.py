@@ -33,9 +33,9 @@ class Service:
         facts = engine.facts
         longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
         self.max_body_bytes = settings.max_body_bytes or longest
-        self.preparation = JobFactory(facts, loaded, settings)
+        self.job_factory = JobFactory(facts, loaded, settings)
         self.is_draining = False
-        self._text = loaded.text
+        self._codec = loaded.text
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._num_open = 0
         self._none_open = asyncio.Event()
@@ -101,7 +101,7 @@ class Service:
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
             return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
-                self.engine, self._text, job, tenant,
+                self.engine, self._codec, job, tenant,
                 engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
                 form(self.settings.model_name, job.request), deadline,
                 partial(self._end_answers, num_answers),

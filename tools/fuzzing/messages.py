@@ -178,7 +178,7 @@ class Clients:
         why = ""
         try:
             while True:  # as `run` does
-                await client._take(await client._next(link), channel)
+                await client._handle(await client._next_answer(link), channel)
         except PeerLostError as lost:
             why = str(lost) or "it has ended"
         assert why

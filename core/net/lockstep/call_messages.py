@@ -169,11 +169,12 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
 
     kind: str = ""  # the name of the error's class; empty where the call returned
     text: str = ""  # the error's message
-    broken: bool = False  # the rank's engine is broken now
+    is_broken: bool = False  # the rank's engine is broken now
 
     @classmethod
-    def of(cls, error: BaseException | None, broken: bool = False) -> "Outcome":
-        return cls(broken=broken) if error is None else cls(type(error).__name__, str(error)[:2000], broken)
+    def of(cls, error: BaseException | None, is_broken: bool = False) -> "Outcome":
+        kind, text = ("", "") if error is None else (type(error).__name__, str(error)[:2000])
+        return cls(kind, text, is_broken)
 
     def __str__(self) -> str:
         """A text that follows "rank 3 "."""

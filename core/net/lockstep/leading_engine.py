@@ -152,7 +152,7 @@ class LeadingEngine(DynamicInferenceEngine):
                         self.core.adopt(request)
                     self._late_requests.clear()
                     self._await_differences()
-                    self._followers.any_broken = False
+                    self._followers.has_broken_rank = False
                 elif call == "step":
                     self._await_followers()
                 value = self._lead(message, partial(change, *arguments, **options))
@@ -292,7 +292,7 @@ class LeadingEngine(DynamicInferenceEngine):
             followers.note_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
         differences = followers.await_differences()
-        if followers.any_broken:
+        if followers.has_broken_rank:
             self._break(error or RuntimeError("; ".join(differences)))
         if error is not None:
             raise error

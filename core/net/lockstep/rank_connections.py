@@ -49,7 +49,7 @@ class RankConnections:
         self.lost: dict[int, str] = {}  # rank -> how its loss is known, a text that follows "rank 3 "
         self._gone_ranks: set[int] = set()  # those lost, and those that left for that
         self._has_sent_lost = False
-        self.any_broken = False  # the engine of a rank is broken, as far as answers say; groups are aborted
+        self.has_broken_rank = False  # as far as answers say; groups are aborted then
         self._failed_s = math.inf  # when a rank failed in a call that another one is still in
         self._accept()
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
@@ -89,8 +89,8 @@ class RankConnections:
     def abort(self, reason: str) -> None:
         """Let no rank wait in a collective until `reset`; where one waits, it raises `reason`."""
         with self._lock:
-            if not self.any_broken:
-                self.any_broken = True
+            if not self.has_broken_rank:
+                self.has_broken_rank = True
                 self._send_to_all(Abort(reason))
                 self._groups.abort(reason)
 
@@ -116,7 +116,7 @@ class RankConnections:
             f"rank {rank} {answered}, and rank 0 {expected}"
             for rank, theirs in self._outcomes_of.items()
             for answered, expected in zip(theirs, self._own_outcomes, strict=False)
-            if answered.kind != expected.kind or answered.broken
+            if answered.kind != expected.kind or answered.is_broken
         ]
         with self._lock:
             self._num_sent = 0
@@ -147,7 +147,7 @@ class RankConnections:
             peer, message, _ = received
             rank = self._ranks.get(peer)
             if rank is not None and isinstance(message, Outcome):
-                if message.broken:
+                if message.is_broken:
                     self.abort(f"rank {rank} {message}; call reset()")
                 # From now on `await_answers`, which takes no lock, may return.
                 self._outcomes_of[rank].append(message)
