@@ -223,8 +223,8 @@ def test_a_text_that_cannot_fit_is_refused(served: Served) -> None:
 def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
     entered, held = threading.Event(), threading.Event()
     with serving(tiny_loaded(), small_config()) as served:
-        preparation = served.app.state.service.job_factory
-        prepare = preparation.completion
+        job_factory = served.app.state.service.job_factory
+        prepare = job_factory.completion_job
 
         def hold(body: bytes, salt: str | None) -> Any:
             if len(body) > 10_000:
@@ -232,7 +232,7 @@ def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
                 assert held.wait(PATIENCE_S)
             return prepare(body, salt)
 
-        preparation.completion = hold
+        job_factory.completion_job = hold
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(served.post, "/v1/completions", {"prompt": "a" * 300_000})
             assert entered.wait(PATIENCE_S)
