@@ -3,8 +3,7 @@
 The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
 and move cached prefixes between them.
 
-message_sockets       how processes talk, and know that one is lost
-all_ranks             work that all ranks do or none
+message_sockets, all_ranks: how processes talk, and know that one is lost; work that all ranks do or none
 lockstep/             one rank leads, the others make its calls
 transfer/             prefixes to another replica
 prefill_decode/       prefill apart from decode

@@ -15,13 +15,12 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..monitor.figures import DEFAULT_TENANT
 from .error_answers import RequestError
 from .server_settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TENANT = "default"
-"""The tenant of every request to a server without keys."""
 BROKEN_BY = "broken_by"
 """The key of a request's state for the code of what ended its answer before it was complete."""
 _POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
@@ -193,9 +192,8 @@ def add_host_header_check(app: Starlette, settings: ServerSettings) -> None:
     if not _is_loopback(settings.host):
         logger.warning(
             "the server listens at %s and has no API keys: every client that reaches the port is served%s",
-            settings.host,
-            "" if settings.admin_key else ", and sees the operator's page and the metrics",
-        )
+            settings.host, "" if settings.admin_key else ", and sees the operator's page and the metrics",
+        )  # fmt: skip
     elif "*" not in settings.allowed_hosts:
         app.add_middleware(HostHeaderCheck, names=(settings.host, *settings.allowed_hosts))
 

@@ -344,9 +344,8 @@ class EngineCore:
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(scheduled.request.request_id for scheduled in batch if scheduled.admits),
-            finished=tuple(finished),
-            tokens=tokens,
-        )
+            finished=tuple(finished), tokens=tokens,
+        )  # fmt: skip
 
     def _count_drafts(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         so_far = self.speculation
@@ -402,9 +401,8 @@ class EngineCore:
         self.num_rebuilds += 1
         logger.warning(
             "a call failed: cached prefixes and pins are forgotten, %d requests are queued again",
-            len(self.requests),
-            exc_info=sys.exception(),
-        )
+            len(self.requests), exc_info=sys.exception(),
+        )  # fmt: skip
 
     def _reset(self) -> None:
         for request in self.requests.values():

@@ -126,6 +126,9 @@ class LeadingEngine(DynamicInferenceEngine):
         ended = self._closed.is_set() or bool(self._followers.lost)
         return self._leads and self._calling_thread_id is None and not ended
 
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._late_requests) or super().has_unfinished_requests()
+
     def _add(self, request: DynamicInferenceRequest) -> None:
         if self._leads and self._calling_thread_id == threading.get_ident():
             self._late_requests.append((Add.of(request), request))
