@@ -143,6 +143,7 @@ class LeadingEngine(DynamicInferenceEngine):
         """
         if not self._leads:
             return super()._apply(change, *arguments, **options)
+        assert not options, "a message has arguments by position"
         call = cast(CoreCall, change.__name__)
         message = message_of(call, arguments)
         self._last_caller = threading.current_thread()
@@ -163,9 +164,8 @@ class LeadingEngine(DynamicInferenceEngine):
                     self._await_followers()
                 return value
             finally:
-                while (
-                    self._late_requests and self.core.broken_by is None
-                ):  # `reset` ends those of a broken engine
+                # `reset` ends those of a broken engine.
+                while self._late_requests and self.core.broken_by is None:
                     message, request = self._late_requests[0]
                     self._lead(message, partial(self.core.add, request))
                     self._late_requests.popleft()
