@@ -316,9 +316,7 @@ class EngineCore:
             self.step_runner.logits_changes.release_row(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
-            self.step_runner.unread_step = (
-                None  # an idle engine keeps nothing of the requests that it has served
-            )
+            self.step_runner.unread_step = None  # an idle engine keeps nothing of requests that it has served
         return result
 
     def _note_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
