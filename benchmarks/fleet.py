@@ -148,7 +148,7 @@ def loads(port: int) -> list[tuple[float, float]]:
 def measure(port: int, num_replicas: int, options: argparse.Namespace) -> dict[str, Any]:
     """Deploy replicas, serve the traffic, and end them."""
     from mambaslots.fleet import FleetSettings
-    from mambaslots.fleet.server import fleet_application
+    from mambaslots.fleet.fleet_server import fleet_application
     from mambaslots.serve import ServerSettings
     from ray import serve
 
@@ -205,7 +205,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     options = parse_args()
     import ray
-    from mambaslots.fleet.server import QUIET, usable_port
+    from mambaslots.fleet.fleet_server import QUIET, usable_port
     from ray import serve
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}

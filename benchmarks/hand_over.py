@@ -39,8 +39,8 @@ import mambaslots.net as msd
 import torch
 import torch.distributed as dist
 from mambaslots.inference.kernels.row_checksum import RowChecksum
-from mambaslots.net.channel import Address, Link, Listener
-from mambaslots.net.transfer import hand_over, messages, pieces, pipe, session
+from mambaslots.net.message_sockets import Address, Link, Listener
+from mambaslots.net.transfer import hand_over, hand_over_messages, pieces, pipe, session
 from mambaslots.net.transfer.pipe import NcclPipe, new_nccl_id
 from mambaslots.net.transfer.placement import Placement
 from serving.models import HYBRID_SHAPES, PATTERN, add_hybrid_shape
@@ -143,7 +143,7 @@ class Side:
 
             def send() -> int:
                 data = msd.encode_prefixes(msd.export_prefixes(self.engine))
-                link.send(messages.Piece(), data)
+                link.send(hand_over_messages.Piece(), data)
                 return len(data)
 
             size, sent = self.time_ms(send)
@@ -181,10 +181,10 @@ class Side:
     def ends(self) -> Any:
         """A link from the first process to a listener of the second."""
         if self.number:
-            listener = Listener(messages.Message)
+            listener = Listener(hand_over_messages.Message)
             self.store.set("listener", listener.address.to_bytes())
             return listener
-        return Link(Address.from_bytes(self.store.get("listener")), messages.Message, 60.0)
+        return Link(Address.from_bytes(self.store.get("listener")), hand_over_messages.Message, 60.0)
 
     def link_gb_s(self, sizes: Sequence[int], repeats: int = 7) -> list[float]:
         """What NCCL sends from one GPU to the other of buffers of these bytes, in 1e9 bytes a second."""

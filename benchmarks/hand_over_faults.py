@@ -32,7 +32,7 @@ import mambaslots.net as msd
 import msgspec
 import torch
 import torch.distributed as dist
-from mambaslots.net.channel import Link, Listener
+from mambaslots.net.message_sockets import Link, Listener
 from mambaslots.net.transfer import hand_over, pieces, session
 from mambaslots.net.transfer.pipe import MessagePipe, NcclPipe
 from serving.models import HYBRID_SHAPES

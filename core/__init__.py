@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .llm import LLM, Completion
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups
-    from .request import RequestResult, SamplingParams
+    from .params_and_results import RequestResult, SamplingParams
     from .state_spec import (
         HybridStateSpec,
         StateTensor,

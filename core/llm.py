@@ -14,7 +14,7 @@ from .inference.contexts.dynamic_request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream
 from .loaded_model import LoadedModel, load
-from .request import RequestResult, SamplingParams
+from .params_and_results import RequestResult, SamplingParams
 from .validation import refused
 
 Messages = Sequence[Mapping[str, Any]]

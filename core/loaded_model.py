@@ -11,7 +11,7 @@ from .inference.engines.model_protocol import Model
 from .models import HybridLM
 from .models.weights import MODEL_TYPE, read_config
 from .parallel_groups import ParallelGroups
-from .request import SamplingParams
+from .params_and_results import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
 
 _TEMPLATE = "chat_template.jinja"

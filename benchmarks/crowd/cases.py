@@ -23,7 +23,8 @@ from crowd.engines import (
     timed_step,
 )
 from crowd.rows import OVER_BUDGET, Bench, OverBudget, Row, Sample, Sizes, cpu_ms
-from mambaslots.inference.engines.step_runner import sample
+from mambaslots.inference.engines.step_runner import draws_of
+from mambaslots.inference.kernels.sampling import sample
 from torch import Tensor
 
 Case = Callable[[Bench], Iterator[Row]]
@@ -164,7 +165,7 @@ def sampling(bench: Bench) -> Iterator[Row]:
     greedy, warm, nucleus = all_rows(num), all_rows(num, temperature=0.8), all_rows(num, top_p=0.9)
 
     def sampled(logits: Tensor, params: list[ms.SamplingParams]) -> Sample:
-        return partial(cpu_ms, lambda: sample(logits, params, positions, seeds))
+        return partial(cpu_ms, lambda: sample(logits, draws_of(params, positions, seeds)))
 
     compare = partial(bench.compare, repeats=bench.some, warm_up=1)
     name = f"sample {num} x {width:,},"

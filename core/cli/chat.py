@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .checks import check_model_and_engine
+from .model_choice import chosen_model
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
     from ..inference.engines.streams import TokenStream
     from ..loaded_model import LoadedModel
-    from ..request import SamplingParams
+    from ..params_and_results import SamplingParams
 
 TEXT = """\
 Every turn sends the whole conversation. The prefix cache resumes from the deepest state that it holds of it,
@@ -33,11 +33,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    check_model_and_engine(options)
-    from .setup import load_model, make_engine
+    folder, cache = chosen_model(options)
+    from .engine_setup import load_model, make_engine
 
-    loaded = load_model(options)
-    engine = make_engine(loaded, options)
+    loaded = load_model(options, folder)
+    engine = make_engine(loaded, options, cache)
     params = loaded.sampling_params(max_tokens=options.max_tokens)
     messages: list[dict[str, str]] = []
     for question in questions():

@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
     print(findings["platform"])
     _print_section("packages", findings["packages"])
     from ..mcore.installation import describe_outlook
-    from .self_test import checks, describe_devices, describe_kernels
-    from .setup import chosen_device
+    from .doctor_checks import checks, describe_devices, describe_kernels
+    from .engine_setup import chosen_device
 
     options.threads = options.threads or 1  # tensors are small: more threads wait for one another
     device = chosen_device(options)

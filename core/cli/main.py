@@ -45,11 +45,9 @@ def make_parser(command: str | None = None) -> Parser:
         own.description = f"{headline}\n\n{module.TEXT}"
         module.add_options(own)
         own.add_argument(
-            "--log-level",
-            choices=LOG_LEVELS,
-            default="info" if name == "serve" else "warning",
+            "--log-level", choices=LOG_LEVELS, default="info" if name == "serve" else "warning",
             help="what is logged on stderr (default: %(default)s)",
-        )
+        )  # fmt: skip
         own.set_defaults(run=module.run)
     return parser
 

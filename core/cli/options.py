@@ -130,11 +130,9 @@ def add_json(parser: Group, what: str) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where to compute (default: cuda where torch sees a GPU, else cpu)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--threads", type=count(), metavar="N", help="threads of torch on the CPU (default: torch's choice)"
     )
@@ -145,10 +143,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
     add_device(parser)
     parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
+        "--dtype", choices=DTYPES,
         help="of the weights (default: the model's; on a CPU float32 for 16-bit weights)",
-    )
+    )  # fmt: skip
 
 
 def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = None) -> None:
@@ -179,18 +176,14 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         help="compute every prompt from its start",
     )  # fmt: skip
     group.add_argument(
-        "--durable-state-dtype",
-        choices=("bfloat16", "int8"),
+        "--durable-state-dtype", choices=("bfloat16", "int8"),
         help="store cached states in fewer bytes: more fit, and a resumed request starts from a rounded one",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--batch-invariant",
-        action=argparse.BooleanOptionalAction,
+        "--batch-invariant", action=argparse.BooleanOptionalAction,
         help="answers depend on the request alone, to the bit (default: where GPU and model allow it)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--free-memory",
-        choices=("keep", "zero"),
-        default="keep",
+        "--free-memory", choices=("keep", "zero"), default="keep",
         help="what free memory holds: stale values, or zeros (default: %(default)s)",
-    )
+    )  # fmt: skip

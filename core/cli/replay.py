@@ -78,11 +78,9 @@ def run(options: argparse.Namespace) -> int:
         print(sentence)
     if options.json:
         found = {
-            "settings": asked_of(options) | report.plain_setting(settings[0]),
-            "unlimited": unlimited,
-            "results": [report.as_plain(result) for result in results],
-            "answers": answered,
-        }
+            "settings": asked_of(options) | report.plain_setting(settings[0]), "unlimited": unlimited,
+            "results": [report.as_plain(result) for result in results], "answers": answered,
+        }  # fmt: skip
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     served = any(result.share is not None for result in results if result.cell.row != UNLIMITED)
     return 0 if served else 1

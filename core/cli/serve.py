@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from ..serve.settings import ServerSettings, listen
+from ..fleet.fleet_settings import CLUSTER
+from ..serve.server_settings import ServerSettings, listen
 from ..version import VERSION, untested
-from .checks import check_model_and_engine
+from .model_choice import chosen_model
 from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
 
 TEXT = """\
@@ -68,20 +69,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     settings = _checked_settings(options)
+    folder, cache = chosen_model(options)
     logger.info("mambaslots %s begins; importing torch", VERSION)
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
-    from .processes import serve_replicated, serve_split
-    from .setup import load_model, make_engine
+    from .engine_setup import load_model, make_engine
+    from .serve_processes import serve_replicated, serve_split
 
     if newer := untested():
         logger.warning("not tested with %s", ", ".join(newer))
     if _is_under_torchrun():
-        return serve_split(options, settings)
+        return serve_split(options, settings, folder, cache)
     if options.replicas is not None or options.tp is not None:
-        return serve_replicated(options, settings)
-    loaded = load_model(options)
-    engine = make_engine(loaded, options)
+        return serve_replicated(options, settings, folder)
+    loaded = load_model(options, folder)
+    engine = make_engine(loaded, options, cache)
     with nullcontext() if options.record is None else TraceRecorder(engine, options.record):
         return serve(engine, loaded, settings)
 
@@ -100,8 +102,8 @@ def _checked_settings(options: argparse.Namespace) -> ServerSettings:
         raise ValueError(
             "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
         )
-    check_model_and_engine(options)
-    if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
+    joins_cluster = has_replicas and os.environ.get(CLUSTER)  # whose Ray Serve may listen there already
+    if not joins_cluster and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
         listen(options.host, options.port).close()
     return settings
 

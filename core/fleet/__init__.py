@@ -3,16 +3,16 @@
 A request goes from Ray's proxy to an ingress, which serves HTTP and chooses a replica; the replica's engine
 answers in parts. Ray starts, watches and replaces both.
 
-server, settings                     the process that deploys both and drains them
+fleet_server, fleet_settings         the process that deploys both and drains them
 ingress, fleet_engine                HTTP over replicas; a lost replica's answers continue on another one
 request_router, known_replicas       which replica gets a request; what an ingress knows of each
-calls, replica_answers               calls of replicas; requests to them, and answers in parts
+replica_calls, replica_answers       calls of replicas; requests to them, and answers in parts
 replica, replica_questions           an engine in its process; what ingresses ask it
 warming                              a new replica receives states
 guard, cut_answers                   kills a process that stands still; ends streams of a lost ingress
-figures                              metrics and the page's snapshot of all together
+replica_reports                      metrics and the page's snapshot of all together
 """
 
-from .settings import FleetSettings, check_installed
+from .fleet_settings import FleetSettings, check_installed
 
 __all__ = ["FleetSettings", "check_installed"]

@@ -3,14 +3,12 @@
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..serve.errors import RequestError, json_bytes
+from ..serve.error_answers import RequestError, json_bytes
 
 _LOST = RequestError(
-    503,
-    "the process that passes on answers was lost; send the request again",
-    code="no_replica",
+    503, "the process that passes on answers was lost; send the request again", code="no_replica",
     headers={"retry-after": "1"},
-)
+)  # fmt: skip
 
 
 def middlewares() -> list[Middleware]:

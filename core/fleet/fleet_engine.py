@@ -17,10 +17,10 @@ from ..errors import NoReplicaError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain, SaltKey
 from ..inference.engines.streams import AsyncStream, TokenStream
-from ..request import EarlyEnd, SamplingParams
+from ..params_and_results import EarlyEnd, SamplingParams
 from ..serve.served_engine import EngineFacts
-from .figures import ReplicaReport, fleet_metrics, merged_snapshot, numbers_of_all
 from .replica_answers import AnswerPart, EngineRequest, FleetAnswer, ReplicaLostError
+from .replica_reports import ReplicaReport, counts_of_all, fleet_metrics, merged_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _LONGEST_CAUSE = 200
 _LONGEST_END_S = 10.0
 """How long `drain` waits for calls that it cancelled."""
 
-Call = Callable[[EngineRequest], AsyncGenerator[AnswerPart]]
+SendRequest = Callable[[EngineRequest], AsyncGenerator[AnswerPart]]
 """Sends a request to a replica and yields the parts of its answer."""
 
 
@@ -49,23 +49,23 @@ class FleetEngine:
         self,
         facts: EngineFacts,
         salt_key: SaltKey,
-        call: Call,
+        send_request: SendRequest,
         *,
         num_replicas: Callable[[], int],
         reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
         max_waiting_requests: int = 1024,
     ) -> None:
-        """`call` chooses a replica and yields its `answer_parts`; the queue's limit is this ingress' own."""
+        """`send_request` chooses a replica, yields its `answer_parts`; the queue's limit is this ingress'."""
         self.facts = facts
         self._salt_key = salt_key  # that of the replicas
-        self._call = call
+        self._send_request = send_request
         self._num_replicas = num_replicas
         self._reports = reports
         self._max_waiting = max_waiting_requests
         self._new_ids = count()
         self.name = secrets.token_hex(6)  # other ingresses of the same replicas have other names
         self._counts: Counter[str] = Counter()
-        self._open: dict[FleetAnswer, asyncio.Task[None]] = {}
+        self._task_of: dict[FleetAnswer, asyncio.Task[None]] = {}
         self._is_draining = False
 
     # ---- what it is
@@ -78,12 +78,12 @@ class FleetEngine:
     @property
     def num_waiting(self) -> int:
         """Requests that no replica has confirmed."""
-        return sum(not answer.opened.is_set() for answer in self._open)
+        return sum(not answer.opened.is_set() for answer in self._task_of)
 
     @property
     def num_running(self) -> int:
         """Requests that replicas have; they may wait there."""
-        return len(self._open) - self.num_waiting
+        return len(self._task_of) - self.num_waiting
 
     @property
     def failure(self) -> BaseException | None:
@@ -91,7 +91,7 @@ class FleetEngine:
         return None if self._num_replicas() else NoReplicaError("no replica serves now")
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """What this ingress adds to the fleet's metrics."""
         return {**self._counts, "requests_waiting": self.num_waiting, "requests_running": self.num_running}
 
@@ -116,12 +116,12 @@ class FleetEngine:
         return await self._all_end(timeout_s)
 
     async def _all_end(self, timeout_s: float | None) -> bool:
-        if self._open:
-            await asyncio.wait(self._open.values(), timeout=timeout_s)
-        return not self._open
+        if self._task_of:
+            await asyncio.wait(self._task_of.values(), timeout=timeout_s)
+        return not self._task_of
 
     def _cancel_all(self) -> None:
-        for answer in list(self._open):
+        for answer in list(self._task_of):
             self._end(answer, "cancelled")
 
     # ---- requests
@@ -140,27 +140,22 @@ class FleetEngine:
             raise RuntimeError("the FleetEngine is closing; it accepts no more requests")
         if self.failure is not None:
             raise self.failure
-        num_waiting = len(self._open) - self.max_running
+        num_waiting = len(self._task_of) - self.max_running
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
         sampling, number = sampling_params, next(self._new_ids)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         request = EngineRequest(
-            request_id=f"{self.name}-{number}",
-            prompt=tuple(prompt),
-            num_given_tokens=0,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            plan=checkpoint_plan,
-            block_size_tokens=self.facts.block_size_tokens,
+            request_id=f"{self.name}-{number}", prompt=tuple(prompt), num_given_tokens=0, sampling=sampling,
+            cache_salt=cache_salt, plan=checkpoint_plan, block_size_tokens=self.facts.block_size_tokens,
             tenant=tenant if cache_salt is not None else None,
-        )
+        )  # fmt: skip
         chain = None
         if self.facts.caches_prefixes:
             chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
         answer = FleetAnswer(number, request, chain, self._end)
-        task = self._open[answer] = asyncio.create_task(self._call_replicas(answer))
+        task = self._task_of[answer] = asyncio.create_task(self._call_replicas(answer))
         task.add_done_callback(partial(self._on_task_done, answer))  # also where it never begins
         self._counts["requests"] += 1
         try:
@@ -174,8 +169,8 @@ class FleetEngine:
 
     def _end(self, answer: FleetAnswer, reason: EarlyEnd) -> None:
         """End a request early, unless it has ended or is ending."""
-        task = self._open.get(answer)
-        if task is not None and not answer.ended and answer.early_end is None:
+        task = self._task_of.get(answer)
+        if task is not None and not answer.has_ended and answer.early_end is None:
             answer.early_end = reason
             task.cancel()
 
@@ -185,10 +180,10 @@ class FleetEngine:
             answer.end(None, error)
         answer.end_as(answer.early_end or "cancelled")  # unless it has ended
         answer.wake()
-        del self._open[answer]
+        del self._task_of[answer]
 
     async def _call_replicas(self, answer: FleetAnswer) -> None:
-        """Call replicas until the answer has ended."""
+        """SendRequest replicas until the answer has ended."""
         num_lost = 0
         while True:
             try:
@@ -213,7 +208,7 @@ class FleetEngine:
         """Send the rest of an answer to one replica, and add its parts to the answer."""
         name = ""
         try:
-            async with aclosing(self._call(answer.next_request())) as parts:
+            async with aclosing(self._send_request(answer.next_request())) as parts:
                 async for part in parts:
                     name = name or part.replica
                     if is_retry and isinstance(part.error, QueueFullError):
@@ -221,7 +216,7 @@ class FleetEngine:
                     if part.error is not None:
                         raise part.error
                     answer.add(part)
-                    if answer.ended:
+                    if answer.has_ended:
                         return
             raise ReplicaLostError("the replica's answer has no end")
         except ReplicaLostError:
@@ -233,9 +228,9 @@ class FleetEngine:
     async def metrics(self) -> list[Metric]:
         """The replicas' metrics, each with the label `replica`, and those of all ingresses together."""
         reports = await self._reports()
-        numbers = numbers_of_all(self.name, self.numbers, reports)
-        numbers["replicas"] = self._num_replicas()
-        return await asyncio.to_thread(fleet_metrics, numbers, reports)
+        counts = counts_of_all(self.name, self.counts, reports)
+        counts["replicas"] = self._num_replicas()
+        return await asyncio.to_thread(fleet_metrics, counts, reports)
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The figures of all replicas; None where none reports."""

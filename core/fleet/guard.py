@@ -26,7 +26,7 @@ if os.getppid() == process:
 """
 
 
-def kill_when_still(seconds: float) -> None:
+def kill_when_stalled(seconds: float) -> None:
     """Have this process killed once it has run nothing for so long; a guard ends with its process."""
     command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(seconds)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

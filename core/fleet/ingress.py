@@ -1,6 +1,7 @@
 """An ingress: the server's application, in a process that Ray Serve starts."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,15 +14,17 @@ from ..loaded_model import LoadedText
 from ..serve.app import make_app_over
 from ..serve.middleware import add_host_header_check
 from ..serve.served_engine import EngineFacts
+from ..serve.server_settings import ServerSettings
 from ..serve.service import Service
-from ..serve.settings import ServerSettings
-from .calls import ReplicaCalls, answer_of, answers_of
-from .figures import ReplicaReport
 from .fleet_engine import FleetEngine
-from .guard import kill_when_still
+from .fleet_settings import FleetSettings
+from .guard import kill_when_stalled
 from .known_replicas import known_replicas_of
+from .replica_calls import ReplicaCalls, answer_of, answers_of
 from .replica_questions import IngressQuestion
-from .settings import FleetSettings
+from .replica_reports import ReplicaReport
+
+logger = logging.getLogger(__name__)
 
 _QUESTION_S = 0.25
 """Between two questions which states the replicas hold, and whether they are there."""
@@ -41,7 +44,7 @@ class Ingress:
         settings: FleetSettings,
     ) -> None:
         """`replicas`: the handle of their deployment. `load_text` loads text and defaults of the model."""
-        kill_when_still(settings.still_s)
+        kill_when_stalled(settings.stall_s)
         self._known = known_replicas_of(settings.name)
         self._calls = ReplicaCalls(replicas, self._known)
         self._load_text = load_text
@@ -54,13 +57,9 @@ class Ingress:
         self._listening = asyncio.create_task(self._listen())
         facts = await self._facts()
         engine = self._engine = FleetEngine(
-            facts,
-            self._salt_key,
-            self._calls.stream,
-            num_replicas=lambda: self._known.num_serving,
-            reports=self._reports,
-            max_waiting_requests=self._server.max_waiting_requests,
-        )
+            facts, self._salt_key, self._calls.stream, num_replicas=lambda: self._known.num_serving,
+            reports=self._reports, max_waiting_requests=self._server.max_waiting_requests,
+        )  # fmt: skip
         app = make_app_over(engine, self._load_text(), self._server)
         self._service: Service = app.state.service
         add_host_header_check(app, self._server)
@@ -95,10 +94,12 @@ class Ingress:
             question = None
             if self._engine is not None:
                 lacks_states = self._known.lacks_states(name)
-                question = IngressQuestion(self._engine.name, lacks_states, self._engine.numbers)
+                question = IngressQuestion(self._engine.name, lacks_states, self._engine.counts)
             status = await answer_of(replica, "status", question)
             self._known.record_answer(name, status.events)
         except ActorDiedError:
             self._known.remove(name)
-        except (RayError, RayServeException):
+        except Exception as error:
+            if not isinstance(error, (RayError, RayServeException)) and not self._known.lacks_states(name):
+                logger.warning("mambaslots: no answer of replica %s: %r", name, error)
             self._known.mark_incomplete(name)

@@ -38,7 +38,7 @@ class KnownReplicas:
         self._clock = clock
         self._lock = RLock()  # of changes of `replicas` and what follows
         self._answered_s: dict[str, float] = {}
-        self._complete: set[str] = set()  # replicas of whose states the router misses nothing
+        self._complete_replicas: set[str] = set()  # replicas of whose states the router misses nothing
         self._router = StateRouter()
         self._routes: dict[str, _Route] = {}  # by id of the request
 
@@ -56,14 +56,14 @@ class KnownReplicas:
         with self._lock:
             self.replicas = {name: known for name, known in self.replicas.items() if name != replica}
             self._answered_s.pop(replica, None)
-            self._complete.discard(replica)
+            self._complete_replicas.discard(replica)
             self._router.remove(replica)
 
     # ---- answers
 
     def lacks_states(self, replica: str) -> bool:
         """Whether a replica should say all that it holds."""
-        return replica not in self._complete
+        return replica not in self._complete_replicas
 
     def record_answer(self, replica: str, events: StateEvents | None = None) -> None:
         """A replica has answered; `events` are the changes of its states since its answer before."""
@@ -73,11 +73,11 @@ class KnownReplicas:
             self._answered_s[replica] = self._clock()
             if events is not None:
                 is_complete = self._router.apply(events)
-                (self._complete.add if is_complete else self._complete.discard)(replica)
+                (self._complete_replicas.add if is_complete else self._complete_replicas.discard)(replica)
 
     def mark_incomplete(self, replica: str) -> None:
         """An answer, which may have had changes of states, is not read."""
-        self._complete.discard(replica)
+        self._complete_replicas.discard(replica)
 
     @property
     def num_serving(self) -> int:

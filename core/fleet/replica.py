@@ -24,11 +24,11 @@ from ..net.routing.state_publisher import StatePublisher
 from ..net.transfer.exports import recent_states
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine
-from .figures import ReplicaReport, replica_report
-from .guard import kill_when_still
+from .fleet_settings import FleetSettings
+from .guard import kill_when_stalled
 from .replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
 from .replica_questions import Ingresses, IngressQuestion
-from .settings import FleetSettings
+from .replica_reports import ReplicaReport, replica_report
 from .warming import meeting_store, on_all_ranks, send_states, warm_from_donor
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
 """Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
 _MEETING_S = 600.0
-"""Ranks load their weights before they meet."""
+"""ReplicaRanks load their weights before they meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,19 @@ class ReplicaStatus:
 class FollowingRank:
     """A process of a replica but its first; a Ray actor."""
 
-    def __init__(self, still_s: float) -> None:
-        kill_when_still(still_s)
+    def __init__(self, stall_s: float) -> None:
+        kill_when_stalled(stall_s)
 
     def run(self, make_engine: MakeEngine, host: str, port: int, rank: int, num_ranks: int) -> None:
         """Follow rank 0 until it closes its engine; RankDiedError where rank 0 is lost."""
-        groups = _join(meeting_store(host, port, _MEETING_S), rank, num_ranks)
+        groups = _joined_groups(meeting_store(host, port, _MEETING_S), rank, num_ranks)
         follow(make_engine(groups))
 
     def process(self) -> int:
         return os.getpid()
 
 
-class Ranks:
+class ReplicaRanks:
     """The other ranks of a replica, as its first rank sees them; Ray ends them with its process."""
 
     def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
@@ -81,17 +81,15 @@ class Ranks:
             group = get_current_placement_group()
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             actor = ray.remote(FollowingRank).options(
-                num_cpus=settings.cpus_per_rank,
-                num_gpus=settings.gpus_per_rank,
-                scheduling_strategy=place,
+                num_cpus=settings.cpus_per_rank, num_gpus=settings.gpus_per_rank, scheduling_strategy=place,
                 max_concurrency=2,
-            )
-            self._actors.append(actor.remote(settings.still_s))
+            )  # fmt: skip
+            self._actors.append(actor.remote(settings.stall_s))
         runs = [
             actor.run.remote(make_engine, host, store.port, rank, settings.ranks)
             for rank, actor in enumerate(self._actors, 1)
         ]
-        self.engine = make_engine(_join(store, 0, settings.ranks))
+        self.engine = make_engine(_joined_groups(store, 0, settings.ranks))
         self._ended = asyncio.gather(*runs)
 
     async def processes(self) -> list[int]:
@@ -109,7 +107,7 @@ class Ranks:
         return bool(self._actors)
 
 
-def _join(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
+def _joined_groups(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
     """Be a rank of torch.distributed; all ranks of the replica call this at once."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
@@ -123,9 +121,9 @@ class EngineReplica:
         self, make_engine: MakeEngine, settings: FleetSettings
     ) -> None:
         """`make_engine` makes the engine of each rank."""
-        kill_when_still(settings.still_s)
+        kill_when_stalled(settings.stall_s)
         self._name: str = serve.get_replica_context().replica_id.unique_id
-        self._ranks = Ranks(make_engine, settings)
+        self._ranks = ReplicaRanks(make_engine, settings)
         self._processes = os.getpid(), *await self._ranks.processes()
         engine = self._ranks.engine
         self._engine = LocalEngine(
@@ -175,7 +173,7 @@ class EngineReplica:
         await self._engine.call(on_all_ranks(send_states, *order))
 
     async def report(self) -> ReplicaReport:
-        return await replica_report(self._engine, self._name, self._ingresses.numbers)
+        return await replica_report(self._engine, self._name, self._ingresses.counts)
 
     async def check_health(self) -> None:
         """Raise the failure of the engine; Ray then starts another replica instead."""

@@ -10,7 +10,7 @@ from ..inference.contexts.cache.hashing import PrefixHashChain
 from ..inference.contexts.dynamic_request import GeneratedToken
 from ..inference.engines.streams import Answer
 from ..net.routing.state_router import RouteRequest
-from ..request import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
+from ..params_and_results import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
 from ..serve.served_engine import ServedEngine
 
 
@@ -67,12 +67,9 @@ async def answer_parts(
     """Serve a request and yield its answer; closing this cancels it. ReplicaLostError: engine failed."""
     try:
         stream = await engine.stream(
-            request.prompt,
-            replace(request.sampling, num_given_tokens=request.num_given_tokens),
-            cache_salt=request.cache_salt,
-            checkpoint_plan=request.plan,
-            tenant=request.tenant,
-        )
+            request.prompt, replace(request.sampling, num_given_tokens=request.num_given_tokens),
+            cache_salt=request.cache_salt, checkpoint_plan=request.plan, tenant=request.tenant,
+        )  # fmt: skip
     except (ValueError, QueueFullError) as error:
         yield AnswerPart(error=error, replica=replica)
         return
@@ -140,13 +137,9 @@ class FleetAnswer(Answer):
         if self.prompt_figures is not None:  # prompt log-probs have come
             sampling = replace(sampling, skip_prompt_log_probs=True)
         return replace(
-            self._request,
-            prompt=sequence,
-            num_given_tokens=len(self.tokens),
-            sampling=sampling,
-            keys=() if self._chain is None else tuple(self._chain.hashes),
-            lost=self.lost,
-        )
+            self._request, prompt=sequence, num_given_tokens=len(self.tokens), sampling=sampling,
+            keys=() if self._chain is None else tuple(self._chain.hashes), lost=self.lost,
+        )  # fmt: skip
 
     def add(self, part: AnswerPart) -> None:
         if self.prompt_figures is None:
@@ -165,7 +158,7 @@ class FleetAnswer(Answer):
         elif len(self.tokens) >= self._request.sampling.max_tokens:
             self.end_as("length")
         self.wake()
-        return self.ended
+        return self.has_ended
 
     def wake(self) -> None:
         self.opened.set()
@@ -173,7 +166,7 @@ class FleetAnswer(Answer):
 
     def end_as(self, finish_reason: FinishReason) -> None:
         """End the answer with the tokens so far, unless it has ended."""
-        if self.ended:
+        if self.has_ended:
             return
         sampling, figures = self._request.sampling, self.prompt_figures or PromptFigures(0, {})
         tops = [() if new.top_log_probs is None else new.top_log_probs for new in self.tokens]

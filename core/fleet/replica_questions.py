@@ -18,12 +18,12 @@ class IngressQuestion(NamedTuple):
 
     ingress: str
     lacks_states: bool
-    numbers: Mapping[str, int]  # what the ingress adds to the fleet's metrics
+    counts: Mapping[str, int]  # what the ingress adds to the fleet's metrics
 
 
 @dataclass
 class _Ingress:
-    numbers: Mapping[str, int]
+    counts: Mapping[str, int]
     asked_s: float
     publisher: StatePublisher | None = None
     poll: "asyncio.Future[StateEvents | None] | None" = None  # of the publisher, in the engine's thread
@@ -48,7 +48,7 @@ class Ingresses:
     def answer(self, question: IngressQuestion) -> StateEvents | None:
         """What the poll that ended has found; begins another one. None without one, and without a cache."""
         ingress = self._known.setdefault(question.ingress, _Ingress({}, 0.0))
-        ingress.numbers, ingress.asked_s = question.numbers, self._clock()
+        ingress.counts, ingress.asked_s = question.counts, self._clock()
         for other in self._known.values():
             if self._is_gone(other):
                 other.publisher = other.poll = None
@@ -60,11 +60,11 @@ class Ingresses:
         return None if ended is None or ended.exception() else ended.result()
 
     @property
-    def numbers(self) -> dict[str, Mapping[str, int]]:
-        """The last numbers of each ingress; one that is gone has no requests, and counted what it counted."""
+    def counts(self) -> dict[str, Mapping[str, int]]:
+        """The last counts of each ingress; one that is gone has no requests, and counted what it counted."""
         ended = {"requests_waiting": 0, "requests_running": 0}
         return {
-            name: {**known.numbers, **ended} if self._is_gone(known) else known.numbers
+            name: {**known.counts, **ended} if self._is_gone(known) else known.counts
             for name, known in self._known.items()
         }
 

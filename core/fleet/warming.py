@@ -19,9 +19,9 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.leading_engine import LeadingEngine
 from ..net.transfer.hand_over import TransferChannel
 from ..net.transfer.placement import ImportReport
-from .calls import answer_of, answers_of
+from .fleet_settings import DEPLOYMENT, FleetSettings
 from .known_replicas import known_replicas_of
-from .settings import DEPLOYMENT, FleetSettings
+from .replica_calls import answer_of, answers_of
 
 logger = logging.getLogger(__name__)
 

@@ -80,7 +80,7 @@ class MissWatch:
                 "num_mamba_slots",
             )
 
-    def look(self, stats: EngineStats) -> None:
+    def check(self, stats: EngineStats) -> None:
         """Judge what has happened since the last look, once it is a window of prompt tokens."""
         before, now = self._start.cache, stats.cache
         if now.num_prompt_tokens < before.num_prompt_tokens:  # the engine was reset

@@ -11,7 +11,7 @@ from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import PUBLIC_ROOT
 from ..inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from ..inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
-from ..request import FinishReason, RequestResult
+from ..params_and_results import FinishReason, RequestResult
 from ..validation import ceil_div
 from .advice import differences, why_not_deeper
 
@@ -19,18 +19,18 @@ FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 INTER_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-DEFAULT = "default"
-OTHER = "other"
+DEFAULT_TENANT = "default"
+OTHER_TENANTS = "other"
 MAX_TENANTS = 64
 MAX_SALTS = 1 << 14
 
 NUM_RECENT = 512
-EVERY_S = 2
+INTERVAL_S = 2
 NUM_POINTS = 450
 
 
 @dataclass
-class Latency:
+class DurationHistogram:
     """The distribution of one duration in seconds, and the percentiles of its last values."""
 
     bounds: Sequence[float]  # of the classes, upper ones; a last class has none
@@ -81,10 +81,10 @@ class MonitorFigures:
     num_generated: int = 0
     prefill_tokens: int = 0
     prefill_s: float = 0.0  # the share of computed prompt tokens in the steps' time
-    first_token: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
-    inter_token: Latency = field(default_factory=partial(Latency, INTER_TOKEN_BOUNDS_S))
-    step: Latency = field(default_factory=partial(Latency, STEP_BOUNDS_S))
-    queue: Latency = field(default_factory=partial(Latency, FIRST_TOKEN_BOUNDS_S))
+    first_token: DurationHistogram = field(default_factory=partial(DurationHistogram, FIRST_TOKEN_BOUNDS_S))
+    inter_token: DurationHistogram = field(default_factory=partial(DurationHistogram, INTER_TOKEN_BOUNDS_S))
+    step: DurationHistogram = field(default_factory=partial(DurationHistogram, STEP_BOUNDS_S))
+    queue: DurationHistogram = field(default_factory=partial(DurationHistogram, FIRST_TOKEN_BOUNDS_S))
 
     @property
     def slots_by_use(self) -> dict[str, int]:
@@ -121,10 +121,10 @@ class MonitorFigures:
         return {"host": tiers.num_states_fetched - from_disk, "disk": from_disk}
 
     @property
-    def eviction_age(self) -> Latency:
+    def eviction_age(self) -> DurationHistogram:
         """From the last use of states to their eviction."""
         ages = self.stats.cache.state_ages
-        return Latency(AGE_BOUNDS_S, list(ages.counts), ages.sum_s, deque(ages.recent_s), (50, 90))
+        return DurationHistogram(AGE_BOUNDS_S, list(ages.counts), ages.sum_s, deque(ages.recent_s), (50, 90))
 
     @property
     def saved_s(self) -> float | None:
@@ -138,38 +138,38 @@ class Tenants:
     """Names for root digests, and figures for names. Both are bounded, and no salt is kept."""
 
     def __init__(self) -> None:
-        self._figures = {DEFAULT: TenantFigures(DEFAULT)}
-        self._name_of: OrderedDict[bytes, str] = OrderedDict()
+        self._figures = {DEFAULT_TENANT: TenantFigures(DEFAULT_TENANT)}
+        self._names: OrderedDict[bytes, str] = OrderedDict()
 
-    def name(self, root: bytes, tenant: str) -> None:
+    def assign(self, root: bytes, tenant: str) -> None:
         """Let requests with this root count for `tenant`."""
         if tenant not in self._figures and len(self._figures) >= MAX_TENANTS:
-            tenant = OTHER
+            tenant = OTHER_TENANTS
         self.figures_of(tenant)
-        self._name_of[root] = tenant
-        self._name_of.move_to_end(root)
-        if len(self._name_of) > MAX_SALTS:
-            self._name_of.popitem(last=False)
+        self._names[root] = tenant
+        self._names.move_to_end(root)
+        if len(self._names) > MAX_SALTS:
+            self._names.popitem(last=False)
 
-    def of(self, root: bytes) -> str:
+    def name_of(self, root: bytes) -> str:
         """The name that a root counts for."""
-        return self._name_of.get(root, DEFAULT if root == PUBLIC_ROOT else OTHER)
+        return self._names.get(root, DEFAULT_TENANT if root == PUBLIC_ROOT else OTHER_TENANTS)
 
     def figures_of(self, name: str) -> TenantFigures:
         return self._figures.setdefault(name, TenantFigures(name))
 
-    def all(self) -> tuple[TenantFigures, ...]:
+    def copies(self) -> tuple[TenantFigures, ...]:
         """Copies of all figures."""
         return tuple(map(replace, self._figures.values()))
 
 
 class Series:
-    """What each interval of `EVERY_S` seconds computed, its most requests, and its end's pools."""
+    """What each interval of `INTERVAL_S` seconds computed, its most requests, and its end's pools."""
 
     def __init__(self, now_s: float, stats: EngineStats) -> None:
         """`now_s`: on the clock of all calls."""
         self._points: deque[tuple[float, dict[str, Any]]] = deque(maxlen=NUM_POINTS)
-        self._ends_s = now_s + EVERY_S
+        self._ends_s = now_s + INTERVAL_S
         self._stats = stats
         self._counts = self._at_start = _counts(stats, 0)
         self._most_running = self._most_waiting = 0
@@ -184,44 +184,37 @@ class Series:
         self._most_waiting = max(self._most_waiting, stats.num_waiting)
 
     def _end_intervals(self, now_s: float) -> None:
-        num_ended = int((now_s - self._ends_s) // EVERY_S) + 1
+        num_ended = int((now_s - self._ends_s) // INTERVAL_S) + 1
         skipped = max(0, num_ended - NUM_POINTS)
-        self._ends_s += skipped * EVERY_S
+        self._ends_s += skipped * INTERVAL_S
         for _ in range(num_ended - skipped):
             self._points.append((self._ends_s, self._point()))
             self._at_start = self._counts
             self._most_running, self._most_waiting = self._stats.num_running, self._stats.num_waiting
-            self._ends_s += EVERY_S
+            self._ends_s += INTERVAL_S
 
     def _point(self) -> dict[str, Any]:
         grown, cache = differences(self._counts, self._at_start), self._stats.cache
         return {
-            "prompt": grown.pop("prompt"),
-            "resumed": grown.pop("resumed"),
-            "generated": grown.pop("generated"),
-            "by_reason": grown,
-            "states_committed": cache.num_committed_slots,
-            "states_pinned": cache.num_pinned_slots,
-            "kv_cached": cache.num_cached_kv_blocks,
-            "kv_held": cache.num_held_kv_blocks,
-            "running": self._most_running,
-            "waiting": self._most_waiting,
-        }
+            "prompt": grown.pop("prompt"), "resumed": grown.pop("resumed"),
+            "generated": grown.pop("generated"), "by_reason": grown,
+            "states_committed": cache.num_committed_slots, "states_pinned": cache.num_pinned_slots,
+            "kv_cached": cache.num_cached_kv_blocks, "kv_held": cache.num_held_kv_blocks,
+            "running": self._most_running, "waiting": self._most_waiting,
+        }  # fmt: skip
 
     def as_json(self, unix_offset_s: float) -> dict[str, Any]:
         """The series as `Monitor.snapshot` has it. `unix_offset_s`: from the clock's time to Unix time."""
         points = [{"time_s": end + unix_offset_s, **point} for end, point in self._points]
-        return {"every_s": EVERY_S, "points": points}
+        return {"every_s": INTERVAL_S, "points": points}
 
 
 def _counts(stats: EngineStats, num_generated: int) -> Mapping[str, int]:
     cache = stats.cache
     return {
-        "prompt": cache.num_prompt_tokens,
-        "resumed": cache.num_resumed_tokens,
-        "generated": num_generated,
+        "prompt": cache.num_prompt_tokens, "resumed": cache.num_resumed_tokens, "generated": num_generated,
         **{str(reason): number for reason, number in cache.computed_by_reason.items()},
-    }
+    }  # fmt: skip
 
 
 _SHOWN = (

@@ -20,7 +20,7 @@ class Figure(NamedTuple):
     key: str = ""
 
     def value(self, figures: MonitorFigures) -> Any:
-        """A number, a mapping of label to number, or a `Latency`."""
+        """A number, a mapping of label to number, or a `DurationHistogram`."""
         if self.label == "tenant":
             return {tenant.name: getattr(tenant, self.of) for tenant in figures.tenants}
         return attrgetter(self.of)(figures)

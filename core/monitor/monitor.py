@@ -15,7 +15,7 @@ from ..inference.contexts.cache.hashing import salt_bytes
 from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
-from ..request import RequestResult
+from ..params_and_results import RequestResult
 from ..validation import instance, refused
 from ..version import VERSION
 from .advice import MissWatch
@@ -25,8 +25,8 @@ from .metrics import FIGURES
 logger = logging.getLogger(__name__)
 
 NUM_REQUESTS = 100
-_JUDGE_EVERY_S = 30.0
-_LOOK_EVERY_S = 0.25
+_JUDGE_INTERVAL_S = 30.0
+_REFRESH_INTERVAL_S = 0.25
 
 
 class Monitor:
@@ -79,7 +79,7 @@ class Monitor:
         self._counts = MonitorFigures(stats, engine.config.max_requests)
         self._description = engine.describe().splitlines()
         self._judged_s = now
-        self._next_look_s = now
+        self._next_refresh_s = now
         engine.observe(self)
 
     def close(self) -> None:
@@ -98,14 +98,14 @@ class Monitor:
         root = self.engine.salt_key.root(salt_bytes("cache_salt", cache_salt))
         name = instance("tenant", tenant, str)
         with self._lock:
-            self._tenants.name(root, name)
+            self._tenants.assign(root, name)
 
     # ---- calls of the engine
 
     def request_added(self, request: DynamicInferenceRequest) -> None:
         with self._lock:
             self._record_of(request)
-            self._look(self._clock())
+            self._refresh(self._clock())
 
     def request_resumed(self, scheduled: ScheduledRequest) -> None:
         with self._lock:
@@ -134,7 +134,7 @@ class Monitor:
                 known = self._running.get(request_id)
                 if known is not None:
                     self._count_tokens(known, len(new), now)
-            self._look(now)
+            self._refresh(now)
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Count the end of a request that has a record, and trace it."""
@@ -148,8 +148,8 @@ class Monitor:
                 self._counts.num_ended[result.finish_reason] += 1
                 del self._running[request.request_id]  # last: an interrupted call is repeated
             if not self._running:  # there may be no step for long
-                self._next_look_s = 0.0
-            self._look(self._clock())
+                self._next_refresh_s = 0.0
+            self._refresh(self._clock())
         if trace is not None and record is not None:
             more = {"queued_s": record.queued_s, "recomputed_tokens": record.recomputed_tokens}
             try:
@@ -162,7 +162,7 @@ class Monitor:
         """The record of a user's request, perhaps a new one; None for one that has ended and is unknown."""
         record = self._running.get(request.request_id)
         if record is None and request.request_id >= 0 and request.result is None:
-            tenant = self._tenants.of(request.chain.root)
+            tenant = self._tenants.name_of(request.chain.root)
             arrived_s = request.arrival_s + self._unix_offset_s
             record = self._running[request.request_id] = RequestRecord(
                 request, tenant, arrived_s, self.engine.context.spec.grid
@@ -183,16 +183,16 @@ class Monitor:
         record.generated_tokens += number
         record.last_token_s = now
 
-    def _look(self, now: float) -> None:
+    def _refresh(self, now: float) -> None:
         """Record the engine's figures every 0.25 s, and judge and describe the engine every 30 s."""
-        if now < self._next_look_s:
+        if now < self._next_refresh_s:
             return
-        self._next_look_s = now + _LOOK_EVERY_S
+        self._next_refresh_s = now + _REFRESH_INTERVAL_S
         stats = self._stats()
         self._series.record(now, stats, self._counts.num_generated)
-        if now - self._judged_s >= _JUDGE_EVERY_S:
+        if now - self._judged_s >= _JUDGE_INTERVAL_S:
             self._judged_s = now
-            self._misses.look(stats)
+            self._misses.check(stats)
             self._description = self.engine.describe().splitlines()
 
     # ---- what an operator reads
@@ -203,7 +203,7 @@ class Monitor:
             return deepcopy(self._figures())
 
     def _figures(self) -> MonitorFigures:
-        warnings, tenants = self._misses.warnings, self._tenants.all()
+        warnings, tenants = self._misses.warnings, self._tenants.copies()
         return replace(self._counts, stats=self._stats(), tenants=tenants, num_warnings=len(warnings))
 
     def snapshot(self) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 The *ranks* of a replica hold parts of one model and make every step together; *replicas* hold the same model,
 and move cached prefixes between them.
 
-channel, all_ranks    how processes talk, and know that one is lost; work that all ranks do or none
+message_sockets, all_ranks: how processes talk, and know that one is lost; work that all ranks do or none
 lockstep/             one rank leads, the others make its calls
 transfer/             prefixes to another replica
 prefill_decode/       prefill apart from decode
 routing/              which replica holds a prompt's states
 
-lockstep, transfer and prefill_decode each list in messages.py what they send. A name is imported at its
+A file of messages in lockstep, transfer and prefill_decode lists what each sends. A name is imported at its
 first use: a router needs no engine.
 """
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .routing.state_publisher import StatePublisher
     from .routing.state_router import StateRouter
     from .transfer.exports import export_prefixes
-    from .transfer.files import load_prefixes, save_prefixes
     from .transfer.hand_over import TransferChannel
     from .transfer.imports import import_prefixes
+    from .transfer.prefix_files import load_prefixes, save_prefixes
     from .transfer.shard import decode_prefixes, encode_prefixes
 
 __all__ = [

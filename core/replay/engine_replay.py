@@ -12,7 +12,7 @@ from ..inference.contexts.cache.pool_stats import NANOSECONDS
 from ..inference.contexts.dynamic_context import DynamicInferenceContext
 from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.scheduler import Scheduler
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..state_spec import HybridStateSpec
 from .setting import ReplayResult, StepCost
 from .trace import Tokens, Trace

@@ -15,7 +15,7 @@ from typing import BinaryIO, Self
 from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.engine_observer import NewTokens
-from ..request import RequestResult
+from ..params_and_results import RequestResult
 from ..validation import instance
 
 logger = logging.getLogger(__name__)

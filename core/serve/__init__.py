@@ -2,19 +2,19 @@
 
 A request goes through them in this order:
 
-server, connections, settings        the process; clients that half-close, processes out of descriptors
+server, server_settings, connections the process; clients that half-close, processes out of descriptors
 app, middleware                      endpoints; around each: the header Host, keys, an id, a log line
 service                              admits requests, within the server's limits
-preparation, requests                a body's bytes become a job; a body as a model, which checks each field
+jobs, requests                       a body's bytes become a job; a body as a model, which checks each field
 generated_answer, served_engine      an answer that is generated and sent; an engine as the server sees it
 answer_text, answer_json             an answer's text and tokens; both as OpenAI's JSON, whole and in chunks
-errors, metrics                      the errors that clients see; Prometheus' text
+error_answers, prometheus_text       the errors that clients see; what Prometheus reads
 """
 
 from typing import TYPE_CHECKING
 
 from ..lazy_names import importer
-from .settings import ServerSettings
+from .server_settings import ServerSettings
 
 if TYPE_CHECKING:
     from .app import make_app

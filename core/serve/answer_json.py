@@ -21,7 +21,7 @@ def usage(num_prompt_tokens: int, num_cached_tokens: int, num_answer_tokens: int
     }
 
 
-class Form:
+class AnswerFormat:
     """How answers of /v1/completions are written: `whole`, or in the chunks of a stream."""
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
@@ -73,7 +73,7 @@ class Form:
         }
 
 
-class ChatForm(Form):
+class ChatAnswerFormat(AnswerFormat):
     """How answers of /v1/chat/completions are written."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"

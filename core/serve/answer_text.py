@@ -45,10 +45,10 @@ class AnswerText:
     ) -> None:
         self.num_tokens = 0
         self._detokenizer = text.detokenizer() if text is not None else None
-        self._text = text
+        self._codec = text
         self._stops = StopStrings(stops)
         self._keeps_tokens = keeps_tokens
-        self._previous = previous
+        self._previous_token = previous
         self._num_characters = 0
         self._unplaced: list[AnswerToken] = []
         """Tokens whose characters are not complete."""
@@ -56,29 +56,29 @@ class AnswerText:
         """Tokens that were not returned, and where the text that they complete ends."""
 
     @property
-    def stopped(self) -> bool:
-        return self._stops.found
+    def has_stopped(self) -> bool:
+        return self._stops.is_found
 
     def push(self, tokens: Sequence[GeneratedToken]) -> Piece:
         """Add tokens and return what can be sent. Tokens after a stop string are dropped."""
         sent = []
         for generated in tokens:
-            if self.stopped:
+            if self.has_stopped:
                 break
             self.num_tokens += 1
             piece = self._detokenizer.push(generated.token) if self._detokenizer is not None else ""
             if self._keeps_tokens:
                 self._unplaced.append(self._answer_token(generated))
-                self._previous = generated.token
+                self._previous_token = generated.token
             sent.append(self._placed(piece))
         return Piece("".join(sent), self._returned())
 
     def finish(self) -> Piece:
         """The rest of an answer that has ended."""
-        if self.stopped:
+        if self.has_stopped:
             return Piece()
         rest = self._placed(self._detokenizer.finish() if self._detokenizer is not None else "")
-        if self.stopped:
+        if self.has_stopped:
             return Piece(rest, self._returned())
         text = rest + self._stops.finish()
         tokens = [token for _, token in self._pending] + self._unplaced
@@ -86,14 +86,14 @@ class AnswerText:
         return Piece(text, tokens)
 
     def _answer_token(self, generated: GeneratedToken) -> AnswerToken:
-        before = self._text.decode([self._previous]) if self._text is not None else ""
+        before = self._codec.decode([self._previous_token]) if self._codec is not None else ""
 
         def text_of(token: int) -> str:
             """What it adds; tokenizers may write a token otherwise at the beginning of a text."""
-            if self._text is None:
+            if self._codec is None:
                 return ""
-            both = self._text.decode([self._previous, token])
-            return both[len(before) :] if both.startswith(before) else self._text.decode([token])
+            both = self._codec.decode([self._previous_token, token])
+            return both[len(before) :] if both.startswith(before) else self._codec.decode([token])
 
         top = tuple((text_of(token), log_prob) for token, log_prob in generated.top_log_probs or ())
         text = text_of(generated.token)
@@ -123,19 +123,19 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.found = False
+        self.is_found = False
         self.num_returned = 0
         self._stops = list(stops)
         self._kept = ""
 
     def push(self, piece: str) -> str:
         """Add text; return what is now known to stand before the first stop string."""
-        if self.found:
+        if self.is_found:
             return ""
         text, self._kept = self._kept + piece, ""
         places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if places:
-            self.found = True
+            self.is_found = True
             end, less = min(places)
             return self._returned(text[: end + less])
         num_kept = max((_overlap(text, stop) for stop in self._stops), default=0)

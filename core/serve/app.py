@@ -17,14 +17,14 @@ from starlette.staticfiles import StaticFiles
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
-from .answer_json import ChatForm, Form
+from .answer_json import AnswerFormat, ChatAnswerFormat
 from .connections import FailedAccepts
-from .errors import JSONAnswer, RequestError, json_bytes
-from .metrics import connection_metrics, text_of
-from .middleware import AccessMiddleware, Keys
+from .error_answers import JSONAnswer, RequestError, json_bytes
+from .middleware import AccessMiddleware, ApiKeys
+from .prometheus_text import connection_metrics, text_of
 from .served_engine import LocalEngine, ServedEngine
+from .server_settings import ServerSettings
 from .service import Service
-from .settings import ServerSettings
 
 router = APIRouter()
 page_router = APIRouter(include_in_schema=False)
@@ -50,11 +50,9 @@ def make_app(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: Serv
     instance("loaded", loaded, LoadedModel)
     instance("settings", settings, ServerSettings)
     served = LocalEngine(
-        engine,
-        model_name=settings.model_name,
-        max_waiting_requests=settings.max_waiting_requests,
+        engine, model_name=settings.model_name, max_waiting_requests=settings.max_waiting_requests,
         trace=settings.trace,
-    )
+    )  # fmt: skip
     app = make_app_over(served, loaded, settings)
     app.state.monitor = served.monitor
     return app
@@ -92,16 +90,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:
-    access = Middleware(AccessMiddleware, keys=Keys(settings.api_keys, settings.admin_key))
+    access = Middleware(AccessMiddleware, keys=ApiKeys(settings.api_keys, settings.admin_key))
     if not settings.allowed_origins:
         return [access]
     cross_origin = Middleware(
-        CORSMiddleware,
-        allow_origins=settings.allowed_origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+        CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["GET", "POST"],
+        allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+    )  # fmt: skip
     return [cross_origin, access]  # a browser asks for permission without a key
 
 
@@ -111,13 +106,13 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, service.preparation.completion, Form)
+    return await service.answer(request, service.job_factory.completion_job, AnswerFormat)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     service = _service(request)
-    return await service.answer(request, service.preparation.chat, ChatForm)
+    return await service.answer(request, service.job_factory.chat_job, ChatAnswerFormat)
 
 
 @router.get("/v1/models")
@@ -145,7 +140,7 @@ async def metrics(request: Request) -> Response:
     found = [*await _service(request).engine.metrics()]
     failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
     if failed_accepts is not None:
-        found += connection_metrics(failed_accepts.count)
+        found += connection_metrics(failed_accepts.num_failed)
     return Response(await run_in_threadpool(text_of, found), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -161,7 +156,7 @@ def _model(request: Request) -> dict[str, Any]:
         "object": "model",
         "created": request.app.state.created,
         "owned_by": "mambaslots",
-        "max_model_len": service.preparation.longest,
+        "max_model_len": service.job_factory.longest,
     }
 
 

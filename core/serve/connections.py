@@ -71,10 +71,10 @@ class Connection(H11Protocol):
 
 
 class FailedAccepts:
-    """Makes room where connections cannot be accepted: closes silent ones, and counts failures in `count`."""
+    """Makes room where connections cannot be accepted: closes silent ones; `num_failed` counts failures."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.num_failed = 0
         self._failed_s = 0.0
 
     def watch(self, loop: asyncio.AbstractEventLoop, state: ServerState) -> None:
@@ -93,7 +93,7 @@ class FailedAccepts:
 
     def _close_silent(self, error: OSError, state: ServerState) -> None:
         """Close half of the silent connections, first those that never sent a request, by their age."""
-        self.count += 1
+        self.num_failed += 1
         connections = [connection for connection in state.connections if isinstance(connection, Connection)]
         silent = [connection for connection in connections if connection.is_silent]
         silent.sort(key=lambda connection: (connection.cycle is not None, connection.silent_since_s))

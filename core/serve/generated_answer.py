@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError
 from ..inference.engines.streams import AsyncStream
-from ..request import RequestResult
+from ..params_and_results import RequestResult
 from ..text import TextCodec
-from .answer_json import Form, usage
+from .answer_json import AnswerFormat, usage
 from .answer_text import AnswerText, Piece
-from .errors import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
+from .error_answers import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
+from .jobs import Choice, Job
 from .middleware import BROKEN_BY
-from .preparation import Choice, Job
 from .served_engine import ServedEngine
 
 Emit = Callable[[int, Piece], Awaitable[None]]
@@ -36,20 +36,20 @@ class GeneratedAnswer(Response):
     """The answer to a request, generated while it is sent, up to `deadline` of the loop's clock."""
 
     engine: ServedEngine
-    text: TextCodec | None
+    codec: TextCodec | None
     job: Job
     tenant: str
     cache_salt: bytes | None
-    form: Form
+    form: AnswerFormat
     deadline: float
-    finished: Callable[[], None]
+    on_end: Callable[[], None]
 
     def __post_init__(self) -> None:
         super().__init__()
         request = self.job.request
         keeps_tokens = request.return_token_ids or request.num_top_log_probs is not None
         self._texts = [
-            AnswerText(self.text, request.stop, choice.tokens[-1], keeps_tokens)
+            AnswerText(self.codec, request.stop, choice.tokens[-1], keeps_tokens)
             for choice in self.job.choices
         ]
         self._num_cached = 0
@@ -59,7 +59,7 @@ class GeneratedAnswer(Response):
             if not await _unless_disconnected(receive, self._answer(scope, receive, send)):
                 scope["state"][BROKEN_BY] = "client"
         finally:
-            self.finished()
+            self.on_end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         answers: list[list[Piece]] = [[] for _ in self.job.choices]
@@ -97,12 +97,9 @@ class GeneratedAnswer(Response):
         """Queue one prompt. Its stream is added to `streams`, by the choice's index."""
         try:
             streams[choice.index] = await self.engine.stream(
-                choice.tokens,
-                choice.sampling,
-                cache_salt=self.cache_salt,
-                checkpoint_plan=choice.plan,
+                choice.tokens, choice.sampling, cache_salt=self.cache_salt, checkpoint_plan=choice.plan,
                 tenant=self.tenant,
-            )
+            )  # fmt: skip
         except ValueError as error:
             raise bad_argument(error, type(self.job.request).model_fields) from None
         except RuntimeError as error:
@@ -112,10 +109,10 @@ class GeneratedAnswer(Response):
         text = self._texts[choice.index]
         try:
             async for tokens in stream:
-                if text.stopped:
+                if text.has_stopped:
                     continue  # until the request has ended and its result is there
                 piece = text.push(tokens)
-                if text.stopped:
+                if text.has_stopped:
                     stream.finish()
                 if piece.text or piece.tokens:
                     await emit(choice.index, piece)
@@ -124,7 +121,7 @@ class GeneratedAnswer(Response):
         result = stream.result
         assert result is not None
         piece = text.finish()
-        piece.finish_reason = "stop" if text.stopped else _finish_reason(result)
+        piece.finish_reason = "stop" if text.has_stopped else _finish_reason(result)
         if choice.index == choice.prompt * self.job.request.n:
             self._num_cached += result.num_resumed_tokens
         await emit(choice.index, piece)
@@ -133,13 +130,13 @@ class GeneratedAnswer(Response):
 class StreamedAnswer(GeneratedAnswer):
     """An answer in server-sent events. An error before the first event has its own status."""
 
-    _started = False
+    _has_started = False
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await within(self.deadline, self._events(send))
         except Exception as error:
-            if not self._started:
+            if not self._has_started:
                 raise
             shown = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
             scope["state"][BROKEN_BY] = shown.code or "error"
@@ -172,8 +169,8 @@ class StreamedAnswer(GeneratedAnswer):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send(self, send: Send, event: dict[str, Any]) -> None:
-        if not self._started:
-            self._started = True
+        if not self._has_started:
+            self._has_started = True
             await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
         body = b"data: " + json_bytes(event) + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})

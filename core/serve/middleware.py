@@ -15,13 +15,12 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import RequestError
-from .settings import ServerSettings
+from ..monitor.figures import DEFAULT_TENANT
+from .error_answers import RequestError
+from .server_settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TENANT = "default"
-"""The tenant of every request to a server without keys."""
 BROKEN_BY = "broken_by"
 """The key of a request's state for the code of what ended its answer before it was complete."""
 _POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
@@ -41,7 +40,7 @@ class AccessMiddleware:
     Exceptions are logged as type and place alone: their messages may quote what clients sent.
     """
 
-    def __init__(self, app: ASGIApp, keys: "Keys") -> None:
+    def __init__(self, app: ASGIApp, keys: "ApiKeys") -> None:
         self._app = app
         self._keys = keys
 
@@ -110,7 +109,7 @@ def error_origin(error: BaseException) -> str:
 # ---- keys
 
 
-class Keys:
+class ApiKeys:
     """The keys of a server, as digests. Paths under /v1 are for tenants, others for the operator."""
 
     def __init__(self, api_keys: Mapping[str, str], admin_key: str | None) -> None:
@@ -132,11 +131,9 @@ class Keys:
         if tenant is None:
             whose = "a tenant's key" if is_tenants else "the admin key"
             raise RequestError(
-                401,
-                f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {whose}",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+                401, f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {whose}",
+                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
         return tenant
 
 
@@ -195,9 +192,8 @@ def add_host_header_check(app: Starlette, settings: ServerSettings) -> None:
     if not _is_loopback(settings.host):
         logger.warning(
             "the server listens at %s and has no API keys: every client that reaches the port is served%s",
-            settings.host,
-            "" if settings.admin_key else ", and sees the operator's page and the metrics",
-        )
+            settings.host, "" if settings.admin_key else ", and sees the operator's page and the metrics",
+        )  # fmt: skip
     elif "*" not in settings.allowed_hosts:
         app.add_middleware(HostHeaderCheck, names=(settings.host, *settings.allowed_hosts))
 

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ..validation import INT32_MAX, INT64_MAX, ints_within
-from .errors import RequestError, bad_field, shortened
+from .error_answers import RequestError, bad_field, shortened
 
 MAX_CHOICES = 128
 MAX_BIASES = 1024

@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client.core import Metric
@@ -15,8 +16,8 @@ from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
-from ..request import SamplingParams
-from .metrics import monitor_metrics
+from ..params_and_results import SamplingParams
+from .prometheus_text import monitor_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,11 @@ class EngineFacts:
     def of(cls, engine: DynamicInferenceEngine) -> "EngineFacts":
         config = engine.config
         return cls(
-            vocab_size=engine.context.spec.vocab_size,
-            max_sequence_length=config.max_sequence_length,
-            pool_tokens=engine.context.pool_tokens,
-            max_requests=config.max_requests,
-            block_size_tokens=config.block_size_tokens,
-            caches_prefixes=config.enable_prefix_caching,
+            vocab_size=engine.context.spec.vocab_size, max_sequence_length=config.max_sequence_length,
+            pool_tokens=engine.context.pool_tokens, max_requests=config.max_requests,
+            block_size_tokens=config.block_size_tokens, caches_prefixes=config.enable_prefix_caching,
             checkpoint_plan=config.checkpoint_plan,
-        )
+        )  # fmt: skip
 
 
 class ServedEngine(Protocol):
@@ -105,7 +103,8 @@ class LocalEngine(AsyncEngine):
     ) -> None:
         """`trace`: whether a line about each request is written to stderr."""
         super().__init__(engine, max_waiting_requests=max_waiting_requests)
-        self.monitor = Monitor(engine, model_name=model_name, trace=_print_line if trace else None)
+        write_line = partial(print, file=sys.stderr, flush=True)
+        self.monitor = Monitor(engine, model_name=model_name, trace=write_line if trace else None)
         self.facts = EngineFacts.of(engine)
         self.max_running = self.facts.max_requests
 
@@ -133,7 +132,3 @@ class LocalEngine(AsyncEngine):
 
     async def snapshot(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.monitor.snapshot)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

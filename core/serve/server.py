@@ -18,8 +18,8 @@ from ..loaded_model import LoadedModel
 from .app import make_app
 from .connections import Connection, FailedAccepts, raise_descriptor_limit
 from .middleware import add_host_header_check
+from .server_settings import ServerSettings, listen
 from .service import Service
-from .settings import ServerSettings, listen
 
 _KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _LAST_BYTES_S = 0.5  # with what comes before and after it, the process ends 2 s after the drain's time

@@ -9,13 +9,13 @@ from starlette.requests import Request
 
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedText
-from .answer_json import Form
-from .errors import RequestError, refusal
+from .answer_json import AnswerFormat
+from .error_answers import RequestError, refusal
 from .generated_answer import GeneratedAnswer, StreamedAnswer, within
+from .jobs import Job, JobFactory, body_too_slow, header_salt, read_body
 from .middleware import engine_salt
-from .preparation import Job, Preparation, body_too_slow, header_salt, read_body
 from .served_engine import ServedEngine
-from .settings import ServerSettings
+from .server_settings import ServerSettings
 
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18
@@ -33,9 +33,9 @@ class Service:
         facts = engine.facts
         longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
         self.max_body_bytes = settings.max_body_bytes or longest
-        self.preparation = Preparation(facts, loaded, settings)
+        self.job_factory = JobFactory(facts, loaded, settings)
         self.is_draining = False
-        self._text = loaded.text
+        self._codec = loaded.text
         self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
         self._num_open = 0
         self._none_open = asyncio.Event()
@@ -79,7 +79,7 @@ class Service:
         return self.settings.max_waiting_requests + self.engine.max_running
 
     async def answer(
-        self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[Form]
+        self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[AnswerFormat]
     ) -> GeneratedAnswer:
         """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
         if self.why_refused is not None:
@@ -101,15 +101,11 @@ class Service:
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
             return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
-                self.engine,
-                self._text,
-                job,
-                tenant,
+                self.engine, self._codec, job, tenant,
                 engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
-                form(self.settings.model_name, job.request),
-                deadline,
+                form(self.settings.model_name, job.request), deadline,
                 partial(self._end_answers, num_answers),
-            )
+            )  # fmt: skip
         except BaseException:
             self._end_answers(num_answers)
             raise

@@ -13,7 +13,7 @@ from ..inference.contexts.dynamic_request import Batch
 from ..inference.contexts.step_inputs import StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, ceil_div, integer, integers, real, shown
 from .rules import ModelError, Rule

@@ -49,12 +49,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[loopcontrols],
-            optimized=False,
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False,
             finalize=_as_it_is,
-        )
+        )  # fmt: skip
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes of HTML
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..files import CONFIG, ModelFolderError, read_optional_object, section
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..validation import INT32_MAX, boolean, brief_repr, instance, integers
 from .chat_template import ChatBranches, Cut, branch_tokens
 
@@ -243,11 +243,9 @@ class TextCodec:
         text = template.render(messages, generation, **variables)
         tokens, cuts = self.tokenizer.encode_with_cuts(text)
         branches = ChatBranches(
-            text,
-            messages,
-            render=lambda other, add: template.render(other, add, **variables),
+            text, messages, render=lambda other, add: template.render(other, add, **variables),
             has_tools=bool(variables.get("tools")),
-        )
+        )  # fmt: skip
         marks = branch_tokens(text, tokens, cuts, branches.find(marked), self._encode_part)
         return MarkedPrompt(tokens, marks)
 

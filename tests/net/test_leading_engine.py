@@ -229,27 +229,33 @@ def test_requests_that_come_from_inside_a_step_join_the_next_one_on_all_ranks() 
 
 
 @on_leader
-def test_a_stream_from_inside_a_step_that_could_not_be_added_ends() -> None:
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_stream_from_inside_a_step_that_could_not_be_added_ends(max_tokens: int, is_sent: bool) -> None:
+    """Until the reset it is unfinished, also where the step has ended all other requests."""
     engine = small_engine()
+    place = (engine.core.scheduler, "add") if is_sent else (engine._followers, "send")
     late: list[ms.TokenStream] = []
 
     class Adding:
         def step_begun(self, *arguments: object) -> None:
             if not late:
                 late.append(engine.stream(PROMPTS[0], EIGHT))
-                engine.core.add = failing
+                setattr(*place, failing)
 
         def step_ended(self, *arguments: object) -> None:
             pass
 
     def failing(request: object) -> None:
-        del engine.core.add
+        delattr(*place)
         raise MemoryError
 
     engine.context.observers.append(Adding())
     with pytest.raises(MemoryError):
-        engine.generate([PROMPTS[2]], EIGHT)
+        engine.generate([PROMPTS[2]], ms.SamplingParams(max_tokens=max_tokens))
+    assert engine.has_unfinished_requests()
     engine.reset()
+    assert not engine.has_unfinished_requests()
     assert late[0].result is not None
     assert late[0].result.finish_reason == "reset"
     assert engine.generate([PROMPTS[0]], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]

@@ -19,7 +19,7 @@ from mambaslots.net import (
     load_prefixes,
     save_prefixes,
 )
-from mambaslots.net.transfer import files, placement
+from mambaslots.net.transfer import placement, prefix_files
 from mambaslots.net.transfer.format import TransferError, shard_of
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.imports import CopyError
@@ -398,7 +398,7 @@ def test_a_manifest_that_cannot_be_made_fails_on_all(
         raise MemoryError("no room")
 
     if world.rank == 0:
-        monkeypatch.setattr(files, "Manifest", broken)
+        monkeypatch.setattr(prefix_files, "Manifest", broken)
     with pytest.raises(OSError, match=r"rank 0 of the replica: no room"):
         save_prefixes(giver, folder)
     world.gathered(None)

@@ -9,8 +9,8 @@ import mambaslots as ms
 import mambaslots.net as msd
 import msgspec
 import zmq
-from mambaslots.net.channel import Listener
-from mambaslots.net.prefill_decode.messages import Answer, Beat, Hello, Prefill, Question
+from mambaslots.net.message_sockets import Listener
+from mambaslots.net.prefill_decode.prefill_messages import Answer, Beat, Hello, Prefill, Question
 from mambaslots.net.transfer.format import TransferError
 from oracle.serving import assert_answers
 from oracle.transfers import engine_of

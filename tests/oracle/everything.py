@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import mambaslots as ms
 import torch
-from mambaslots.request import FinishReason
+from mambaslots.params_and_results import FinishReason
 
 from .faults import POINTS, acting
 from .ledger import Entry, Ledger, LeftWrongError, check_objects, objects

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mambaslots as ms
-from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.fleet.fleet_engine import FleetEngine
 from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
+from mambaslots.fleet.replica_reports import ReplicaReport, replica_report
 from mambaslots.serve.served_engine import EngineFacts, LocalEngine
 
 SALT_KEY = b"one key of all replicas"

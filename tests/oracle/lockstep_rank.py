@@ -13,7 +13,7 @@ from functools import partial
 import mambaslots as ms
 import mambaslots.net as msd
 import torch.distributed as dist
-from mambaslots.net import channel
+from mambaslots.net import message_sockets
 from mambaslots.net.lockstep import follower
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.fresh_process import Begun
@@ -89,7 +89,7 @@ def work(*arguments: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LONG)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S) if role == "idles" else LONG
     group = dist.new_group(list(range(ranks)), timeout=timeout)
-    channel.SILENCE_S = silence_s
+    message_sockets.SILENCE_S = silence_s
     follower.Link = partial(follower.Link, silence_s=silence_s)  # type: ignore[assignment,misc]
     model = ms.models.HybridLM(small_config(), groups=ParallelGroups(tensor=group))
     if rank:

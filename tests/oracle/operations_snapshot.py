@@ -7,7 +7,7 @@ import mambaslots as ms
 
 TIME_S = 1_800_000_000.0
 BLOCK = 32
-EVERY_S = 2
+INTERVAL_S = 2
 MAX_POINTS = 450
 
 
@@ -52,7 +52,7 @@ def snapshot(num_requests: int = 0, *, seed: int = 0, **changes: Any) -> dict[st
         "evictions": {"by_cause": evicted, "age_s": age_s},
         "latency": {name: dict(quantiles) for name in ("ttft_s", "inter_token_s", "step_s")},
         "tenants": _tenants(requests),
-        "series": {"every_s": EVERY_S, "points": _points(draw, requests)},
+        "series": {"every_s": INTERVAL_S, "points": _points(draw, requests)},
         "requests": requests[:100],
     }  # fmt: skip
     return made | changes
@@ -104,8 +104,8 @@ def _points(draw: random.Random, requests: list[dict[str, Any]]) -> list[dict[st
     """An interval's point counts what arrived in the interval."""
     points = []
     for number in range(MAX_POINTS if requests else 1):
-        stop = TIME_S - EVERY_S * (MAX_POINTS - 1 - number) if requests else TIME_S
-        own = [request for request in requests if stop - EVERY_S < request["arrived_s"] <= stop]
+        stop = TIME_S - INTERVAL_S * (MAX_POINTS - 1 - number) if requests else TIME_S
+        own = [request for request in requests if stop - INTERVAL_S < request["arrived_s"] <= stop]
         points.append(
             {
                 "time_s": stop,

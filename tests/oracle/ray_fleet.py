@@ -17,8 +17,8 @@ import mambaslots.net as msd
 import openai
 import ray
 from mambaslots.fleet import FleetSettings
+from mambaslots.fleet.fleet_server import OWN_DEFAULTS, QUIET, fleet_application, usable_port
 from mambaslots.fleet.replica import ReplicaStatus
-from mambaslots.fleet.server import OWN_DEFAULTS, QUIET, fleet_application, usable_port
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings
 from mambaslots.text import GenerationDefaults

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from mambaslots import SamplingParams
-from mambaslots.inference.engines.step_runner import sample
+from mambaslots.inference.engines.step_runner import draws_of
+from mambaslots.inference.kernels.sampling import sample
 from torch import Tensor
 
 _WHOLE = 1 << 53
@@ -72,4 +73,4 @@ def in_parts(probabilities: Tensor) -> Tensor:
 
 def sampled(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """The tokens that an engine draws with the seeds of `params`, 0 where there is none."""
-    return sample(logits, params, positions, [one.seed or 0 for one in params])[0]
+    return sample(logits, draws_of(params, positions, [one.seed or 0 for one in params]))[0]

@@ -118,8 +118,8 @@ def test_what_stands_in_backticks_exists() -> None:
 
 
 WRONG_NAMES = (
-    "core/none.py", "core/errors.py:NoError", "core/request.py:RequestResult.none", "examples/none_*.py",
-    "ms.none", "mambaslots.net.none", "engine.none", "engine.generate(prompts, none=4)",
+    "core/none.py", "core/errors.py:NoError", "core/params_and_results.py:RequestResult.none",
+    "examples/none_*.py", "ms.none", "mambaslots.net.none", "engine.none", "engine.generate(prompts, none=4)",
     "InferenceConfig.none", "InferenceConfig(none=4)",
 )  # fmt: skip
 WRONG_COMMANDS = (

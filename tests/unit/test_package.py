@@ -126,7 +126,7 @@ def test_a_package_imports_only_what_its_row_names() -> None:
         ("models.layer_steps", "inference.engines.model_protocol"),
         ("files", "state_spec"),
         ("validation", "inference.contexts.cache.paths"),
-        ("inference.contexts.cache.tier", "request"),
+        ("inference.contexts.cache.tier", "params_and_results"),
         ("config", "loaded_model"),
         ("hf.text", "serve.answer_text"),
         ("net.transfer.exports", "net.routing.state_events"),

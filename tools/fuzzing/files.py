@@ -389,10 +389,14 @@ def _serve_settings(options: argparse.Namespace) -> None:
 
 
 def _engine_settings(options: argparse.Namespace) -> None:
-    from mambaslots.cli.setup import inference_config
+    from mambaslots.cli.engine_setup import inference_config
+    from mambaslots.cli.model_choice import naming_options
+    from mambaslots.named_policies import cache_changes
 
     spec = fuzz_settings.small_engine().context.spec
-    repr(inference_config(spec, options, None))
+    with naming_options():
+        changes = cache_changes(options.eviction, options.plan)
+    repr(inference_config(spec, options, None, changes))
 
 
 def _replay_cells(options: argparse.Namespace) -> None:

@@ -18,15 +18,15 @@ from fuzzing.target import ACCEPTED, REFUSED, any_json, any_value, damaged_bytes
 from mambaslots.errors import KVBlockCapacityError, QueueFullError
 from mambaslots.fleet.replica_answers import EngineRequest, ReplicaLostError, answer_parts
 from mambaslots.inference.engines.async_engine import AsyncEngine
-from mambaslots.net.channel import Link, Listener, PeerLostError
-from mambaslots.net.lockstep.messages import Failure, Hello, Outcome
-from mambaslots.net.prefill_decode import messages
-from mambaslots.net.prefill_decode.messages import Answer, Cancel, Computed, Prefill, Question
+from mambaslots.net.lockstep.call_messages import Failure, Hello, Outcome
+from mambaslots.net.message_sockets import Link, Listener, PeerLostError
+from mambaslots.net.prefill_decode import prefill_messages
 from mambaslots.net.prefill_decode.prefill_client import PrefillClient, RemotePrefill
+from mambaslots.net.prefill_decode.prefill_messages import Answer, Cancel, Computed, Prefill, Question
 from mambaslots.net.prefill_decode.prefill_worker import PrefillSession, PromptRoom
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.placement import ImportReport
-from mambaslots.request import SamplingParams
+from mambaslots.params_and_results import SamplingParams
 from mambaslots.serve.served_engine import LocalEngine
 
 _WAIT_S = 5.0
@@ -150,10 +150,10 @@ class Clients:
     documented: tuple[type[BaseException], ...] = (PeerLostError,)
 
     def __init__(self) -> None:
-        self._good = [Computed(0), Computed(1), messages.Beat()]
+        self._good = [Computed(0), Computed(1), prefill_messages.Beat()]
 
     def draw(self, random: Random) -> Sent:
-        good = [*self._good, messages.Refused(1, "so"), messages.End("so")]
+        good = [*self._good, prefill_messages.Refused(1, "so"), prefill_messages.End("so")]
         return draw_messages(random, self._good if random.random() < 0.3 else good)
 
     def size_of(self, drawn: object) -> int:
@@ -178,7 +178,7 @@ class Clients:
         why = ""
         try:
             while True:  # as `run` does
-                await client._take(await client._next(link), channel)
+                await client._handle(await client._next_answer(link), channel)
         except PeerLostError as lost:
             why = str(lost) or "it has ended"
         assert why

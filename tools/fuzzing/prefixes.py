@@ -25,8 +25,8 @@ from mambaslots.inference.contexts import state_files
 from mambaslots.inference.contexts.cache.tier import HostTier
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
-from mambaslots.net.transfer.files import MANIFEST
 from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.prefix_files import MANIFEST
 from mambaslots.net.transfer.shard import encode_prefixes
 from oracle.file_starts import wait_for
 from oracle.toy_answers import Ask, answer

@@ -20,10 +20,10 @@ import msgspec
 import torch.distributed as dist
 import zmq
 from fuzzing.malformed_bodies import MAX_BODY_BYTES
-from mambaslots.fleet.figures import ReplicaReport, replica_report
 from mambaslots.fleet.replica_answers import AnswerPart, EngineRequest, ReplicaLostError, answer_parts
-from mambaslots.net import StatePublisher, channel
-from mambaslots.net.channel import Link, Listener
+from mambaslots.fleet.replica_reports import ReplicaReport, replica_report
+from mambaslots.net import StatePublisher, message_sockets
+from mambaslots.net.message_sockets import Link, Listener
 from mambaslots.net.routing.state_router import ReplicaLoad, StateRouter
 from mambaslots.net.transfer import pieces
 from mambaslots.net.transfer.pipe import MessagePipe
@@ -464,7 +464,7 @@ def run_round(seed: int, seconds: float, device: str) -> RoundTally:
 def _open_for_good() -> None:
     """What a process keeps from its first hand-over on: torch's stores and ZeroMQ's context."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    channel._context().socket(zmq.PAIR).close()
+    message_sockets._context().socket(zmq.PAIR).close()
 
 
 def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:

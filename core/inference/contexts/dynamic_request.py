@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...request import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
+from ...params_and_results import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
 from .cache.cached_states import PrefixMatch, Span
 from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain

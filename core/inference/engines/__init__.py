@@ -2,7 +2,7 @@
 
 An engine has a context (rows, memory, the cache) and an `EngineCore`: the requests and their results. The
 core has a scheduler, a `StepRunner` and the observers. A call that changes a request or the cache passes
-through both classes: the engine checks its arguments and makes one call of the core (`CoreCall`), which runs
+through both classes: the engine checks its arguments and calls a method of the core (`CoreCall`), which runs
 inside `EngineCore.changing`; `resume` has nothing to undo. So a failed call is undone in one place, and a
 `LeadingEngine` makes the core's calls, and no others, on all ranks. Calls that only read are the engine's.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_groups import ParallelGroups
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...validation import as_list, instance, integer, integers, refused, shown
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.hashing import PrefixHashChain, SaltKey, given_key, salt_bytes
@@ -98,6 +98,15 @@ class RequestFactory:
         if self._config.enable_prefix_caching:
             request.chain.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
 
+    def continue_ids(self, next_ids: tuple[int, int]) -> None:
+        """Give the next requests the ids that they have on the leading rank."""
+        self.next_ids = next_ids
+
+    def skip_ids(self) -> None:
+        """Let ranks whose engines failed at different requests go on with equal ids."""
+        users, other = self.next_ids
+        self.next_ids = ((users >> 32) + 1) << 32, other
+
     def _make_request(
         self,
         tokens: list[int],
@@ -111,14 +120,9 @@ class RequestFactory:
         elif plan is not self._config.checkpoint_plan:
             instance("checkpoint_plan", plan, CheckpointPlan).check_block_size(self._config.block_size_tokens)
         return DynamicInferenceRequest(
-            request_id=NO_ID,
-            prompt_tokens=tokens[:num_prompt_tokens],
-            sampling=sampling,
-            plan=plan,
-            chain=self._chain(cache_salt),
-            arrival_s=0.0,
-            given_tokens=tokens[num_prompt_tokens:],
-        )
+            request_id=NO_ID, prompt_tokens=tokens[:num_prompt_tokens], sampling=sampling, plan=plan,
+            chain=self._chain(cache_salt), arrival_s=0.0, given_tokens=tokens[num_prompt_tokens:],
+        )  # fmt: skip
 
     def _chain(self, cache_salt: Salt) -> PrefixHashChain:
         root = self._salt_key.root(salt_bytes("cache_salt", cache_salt))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import QueueFullError
-from ...request import RequestResult, SamplingParams
+from ...params_and_results import RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from .arguments import Prompt, Salt
@@ -60,15 +60,15 @@ class AsyncEngine:
             )
         self._max_waiting = integer("max_waiting_requests", max_waiting_requests, 1)
         self._max_step_failures = integer("max_step_failures", max_step_failures, 1)
-        self._open: set[Answer] = set()  # only the loop's thread touches them
-        self._none_open = asyncio.Event()
-        self._none_open.set()
+        self._open_answers: set[Answer] = set()  # only the loop's thread touches them
+        self._none_are_open = asyncio.Event()
+        self._none_are_open.set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
         self._num_sent = 0
-        self._draining = False
-        self._drain_expired = False
-        self._closed = False
+        self._is_draining = False
+        self._has_drain_expired = False
+        self._is_closed = False
 
     # ---- its life
 
@@ -80,7 +80,7 @@ class AsyncEngine:
             ValueError: another AsyncEngine serves the engine, or one over its process groups.
         """
         loop = asyncio.get_running_loop()
-        if self._thread is not None or self._closed:
+        if self._thread is not None or self._is_closed:
             raise RuntimeError("the AsyncEngine was started before; make another one")
         thread = EngineThread(self._engine, loop, self._max_step_failures)
         thread.start()
@@ -105,7 +105,7 @@ class AsyncEngine:
         thread, loop = self._thread, self._loop
         if loop is not None and not loop.is_closed():
             self._check_loop("close")
-        self._draining = self._closed = True
+        self._is_draining = self._is_closed = True
         if thread is None or loop is None:
             return True
         thread.post_stop()
@@ -113,7 +113,7 @@ class AsyncEngine:
             await asyncio.to_thread(thread.join, timeout_s)
             return not thread.is_alive()
         try:
-            await asyncio.wait_for(asyncio.shield(thread.ended), timeout_s)
+            await asyncio.wait_for(asyncio.shield(thread.stop_future), timeout_s)
         except TimeoutError:
             return False
         thread.join()  # it has made its last call
@@ -132,26 +132,28 @@ class AsyncEngine:
         """
         if timeout_s is not None:
             timeout_s = real("timeout_s", timeout_s, 0.0, LONGEST_TIMEOUT_S)
-        thread = self._usable("drain")
-        self._draining = True
+        thread = self._usable_thread("drain")
+        self._is_draining = True
         in_time = True
-        if not self._none_open.is_set():
+        if not self._none_are_open.is_set():
             try:
-                await asyncio.wait_for(self._none_open.wait(), timeout_s)
+                await asyncio.wait_for(self._none_are_open.wait(), timeout_s)
             except TimeoutError:
-                in_time, self._drain_expired = False, True
-                for answer in self._open:
+                in_time, self._has_drain_expired = False, True
+                for answer in self._open_answers:
                     thread.post_cancel(answer)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._none_left(thread), None if timeout_s is None else _LONGEST_STEP_S)
+            await asyncio.wait_for(
+                self._await_none_left(thread), None if timeout_s is None else _LONGEST_STEP_S
+            )
         return in_time
 
-    async def _none_left(self, thread: EngineThread) -> None:
+    async def _await_none_left(self, thread: EngineThread) -> None:
         """Wait until no answer is open, and the engine has got and cancelled those whose tasks have gone."""
-        await self._none_open.wait()
-        if not thread.ended.done():
+        await self._none_are_open.wait()
+        if not thread.stop_future.done():
             with suppress(Exception):  # of an engine that no step is made of any more
-                await thread.make(self._engine.settle)
+                await thread.await_call(self._engine.settle)
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -205,27 +207,25 @@ class AsyncEngine:
             EngineDeadError: the engine's thread has given up.
             RuntimeError: `drain` or `close` was called, or this is another event loop.
         """
-        thread = self._accepting("stream")
+        thread = self._accepting_thread("stream")
         answer = Answer(self._remove, thread.post_cancel)
-        self._open.add(answer)
-        self._none_open.clear()
+        self._open_answers.add(answer)
+        self._none_are_open.clear()
         arguments = {
-            "prompt": prompt,
-            "sampling_params": sampling_params,
-            "cache_salt": cache_salt,
+            "prompt": prompt, "sampling_params": sampling_params, "cache_salt": cache_salt,
             "checkpoint_plan": checkpoint_plan,
-        }
+        }  # fmt: skip
         self._num_sent += 1
         try:
             try:
                 await self._prepare(arguments)
-                self._usable("stream")
-                if self._drain_expired:
-                    raise self._closing("stream")
+                self._usable_thread("stream")
+                if self._has_drain_expired:
+                    raise self._closing_error("stream")
             except BaseException:
                 self._num_sent -= 1
                 raise
-            await thread.make(partial(thread.add, answer, arguments))
+            await thread.await_call(partial(thread.add, answer, arguments))
             return TokenStream(answer)
         except BaseException:
             thread.post_cancel(answer)  # the engine may have the request by now
@@ -268,38 +268,38 @@ class AsyncEngine:
         """
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise refused("function", function, "a function of the engine, no coroutine")
-        thread = self._usable("call")
-        return await thread.make(partial(thread.call, function))
+        thread = self._usable_thread("call")
+        return await thread.await_call(partial(thread.call, function))
 
     def _remove(self, answer: Answer) -> None:
         """Remove an answer that has ended, if it is known."""
-        self._open.discard(answer)
-        if not self._open:
-            self._none_open.set()
+        self._open_answers.discard(answer)
+        if not self._open_answers:
+            self._none_are_open.set()
 
-    def _accepting(self, call: str) -> EngineThread:
+    def _accepting_thread(self, call: str) -> EngineThread:
         """The thread; an error where no request is accepted now."""
-        thread = self._usable(call)
-        if self._draining:
-            raise self._closing(call)
+        thread = self._usable_thread(call)
+        if self._is_draining:
+            raise self._closing_error(call)
         num_waiting = sum(self._num_unfinished()) - self._engine.config.max_requests
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
         return thread
 
-    def _closing(self, call: str) -> RuntimeError:
+    def _closing_error(self, call: str) -> RuntimeError:
         return RuntimeError(f"{call}: the {type(self).__name__} is closing; it takes no more requests")
 
-    def _usable(self, call: str) -> EngineThread:
+    def _usable_thread(self, call: str) -> EngineThread:
         """The thread; an error where `call` cannot be made."""
         if self._thread is None:
             raise RuntimeError(
                 f"{call} is called before the AsyncEngine is started: use `async with`, or `start`"
             )
         self._check_loop(call)
-        if self._thread.ended.done() or self._thread.failure is not None:
+        if self._thread.stop_future.done() or self._thread.failure is not None:
             raise self._thread.refusal()
-        if self._closed:
+        if self._is_closed:
             raise RuntimeError(f"{call}: the AsyncEngine is closing")
         return self._thread
 

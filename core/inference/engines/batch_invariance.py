@@ -188,11 +188,9 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 SWITCHES: dict[str, object] = {
-    "preferred_blas_library": "cublaslt",
-    "matmul.allow_bf16_reduced_precision_reduction": (False, False),
-    "matmul.allow_fp16_reduced_precision_reduction": (False, False),
-    "matmul.allow_fp16_accumulation": False,
-}
+    "preferred_blas_library": "cublaslt", "matmul.allow_bf16_reduced_precision_reduction": (False, False),
+    "matmul.allow_fp16_reduced_precision_reduction": (False, False), "matmul.allow_fp16_accumulation": False,
+}  # fmt: skip
 """Switches of torch.backends.cuda, and the values with which cuBLAS does not split K: the first entry of a
 pair is the reduction's precision, the second is whether K may be split."""
 

@@ -27,7 +27,7 @@ class GraphBuckets:
     """The shapes that graphs are captured for. A size that follows from other sizes has its largest value.
 
     Rows are powers of two in decode steps, powers of four with prefills; prefill tokens are 2^k or 3 * 2^k,
-    up to `max_prefill_tokens`. With `ladder`, all tokens together and the logits are rungs, too.
+    up to `max_prefill_tokens`. With `uses_rungs`, all tokens together and the logits are rungs, too.
     """
 
     max_requests: int
@@ -36,29 +36,27 @@ class GraphBuckets:
     chunk_size: int
     block_size: int
     decode_tokens: int = 1
-    ladder: bool = False
+    uses_rungs: bool = False
 
     @classmethod
-    def of(cls, context: DynamicInferenceContext, ladder: bool = False) -> "GraphBuckets":
+    def of(cls, context: DynamicInferenceContext, uses_rungs: bool = False) -> "GraphBuckets":
         """The shapes for the steps of a context."""
         config = context.config
         return cls(
-            max_requests=config.max_requests,
-            table_blocks=context.admission.block_table.shape[1],
+            max_requests=config.max_requests, table_blocks=context.admission.block_table.shape[1],
             max_prefill_tokens=min(MAX_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
-            block_size=config.block_size_tokens,
-            decode_tokens=1 + config.num_speculative_tokens,
-            ladder=ladder,
-        )
+            block_size=config.block_size_tokens, decode_tokens=1 + config.num_speculative_tokens,
+            uses_rungs=uses_rungs,
+        )  # fmt: skip
 
     def smallest(self, shape: StepShape) -> StepShape | None:
         """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
-        if self.ladder and shape.prefills and not self.max_prefill_tokens:
+        if self.uses_rungs and shape.prefills and not self.max_prefill_tokens:
             return None
         per_row, prefills, tokens = 1, 0, 0
         if shape.decode_tokens > 1:
-            per_row = power_of_two(self.decode_tokens) if self.ladder else self.decode_tokens
+            per_row = power_of_two(self.decode_tokens) if self.uses_rungs else self.decode_tokens
         if shape.prefills:
             prefills = _next_power(shape.prefills, 4, self.max_requests)
             decodes = _next_power(shape.decodes, 4, self.max_requests) if shape.decodes else 0
@@ -71,21 +69,21 @@ class GraphBuckets:
             table_blocks=_next_power(shape.table_blocks, 2, self.table_blocks),
             kv_writes=decodes * per_row + tokens, chunks=tokens // self.chunk_size + 2 * prefills,
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-            logits=rung(logits) if self.ladder else logits, decode_tokens=per_row, pages=shape.pages,
+            logits=rung(logits) if self.uses_rungs else logits, decode_tokens=per_row, pages=shape.pages,
         )  # fmt: skip
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
 
     def _decodes(self, needed: int, per_row: int) -> int:
         """Decode rows of a step without prefills."""
-        if not self.ladder:
+        if not self.uses_rungs:
             return _next_power(needed, 2, self.max_requests)
         tokens = max(needed * per_row, FEWEST_ROWS)
         return _next_power(tokens, 2, rung(self.max_requests * per_row)) // per_row
 
     def _prefill_tokens(self, needed: int, decoded: int) -> int:
         """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
-        if not self.ladder:
+        if not self.uses_rungs:
             return min(_padded_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
         # The sizes between 32, 64, 128 and 256 are no rungs: `rung` takes the next one.
         most = rung(decoded + self.max_prefill_tokens)
@@ -106,10 +104,7 @@ class CapturedForward:
             torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
         ):
             self._logits = model(inputs)
-
-    @property
-    def pool(self) -> Any:
-        return self._graph.pool()
+        self.pool = self._graph.pool()  # the graph's memory
 
     def launch(self) -> Tensor:
         """Run on what the inputs' tensors hold now; the next launch overwrites the returned logits."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...state_spec import HybridStateSpec
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -48,13 +48,9 @@ class DummySteps:
             max_tokens=max(1, self.longest - len(tokens)), return_log_probs=True, skip_prompt_log_probs=False
         )
         return DynamicInferenceRequest(
-            request_id=self._num_requests,
-            prompt_tokens=list(tokens),
-            sampling=params,
-            plan=self._context.config.checkpoint_plan,
-            chain=PrefixHashChain(self._block_size),
-            arrival_s=0.0,
-        )
+            request_id=self._num_requests, prompt_tokens=list(tokens), sampling=params,
+            plan=self._context.config.checkpoint_plan, chain=PrefixHashChain(self._block_size), arrival_s=0.0,
+        )  # fmt: skip
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
         """Random tokens."""

@@ -1,15 +1,15 @@
 """Continuous batching over a `DynamicInferenceContext`."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
+from ...params_and_results import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...progress import ProgressBar
-from ...request import EarlyEnd, RequestResult, SamplingParams, ScoreResult
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
@@ -18,7 +18,7 @@ from ..contexts.dynamic_request import NO_ID, DynamicInferenceRequest, Generated
 from ..contexts.pool_sizes import with_total_gb
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, prompts_with
 from .drafter import Drafter
-from .engine_core import CoreCall, EngineCore
+from .engine_core import EngineCore
 from .engine_description import description_of
 from .engine_observer import EngineObserver, StepReport
 from .model_protocol import Model
@@ -74,13 +74,13 @@ class DynamicInferenceEngine:
         else:
             config = replace(config, batch_invariant=False)
         off = f"batch invariance: off, because {why_not}; answers may depend on the batch"
-        self._promise = (off,) if invariance is None else invariance.describe()
+        self._invariance_lines = (off,) if invariance is None else invariance.describe()
         self.config = config = with_total_gb(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
         self.factory = RequestFactory(self.context, self.salt_key, seed)
         self.core = EngineCore(self.context, drafter, invariance)
-        logger.info(self._promise[0])
+        logger.info(self._invariance_lines[0])
 
     def __repr__(self) -> str:
         """One line: model, device, queue, and how full the pools are."""
@@ -125,7 +125,7 @@ class DynamicInferenceEngine:
 
     def _new_request(self, *arguments: Any, owned: bool) -> DynamicInferenceRequest:
         """A request with its id; during a step, too."""
-        if not self.core.stepping:
+        if not self.core.is_stepping:
             self.ensure_usable("add_request")
         else:
             self.core.check_not_broken()
@@ -135,9 +135,9 @@ class DynamicInferenceEngine:
 
     def _add(self, request: DynamicInferenceRequest) -> None:
         try:
-            self._apply("add", request)
+            self._apply(self.core.add, request)
         except BaseException:
-            self.core.to_cancel.append((request.request_id, "cancelled"))  # no caller will know the id
+            self.core.queue_cancel(request.request_id)  # no caller will know the id
             raise
 
     def cancel(self, request_id: int, *, reason: EarlyEnd = "cancelled") -> RequestResult:
@@ -153,13 +153,13 @@ class DynamicInferenceEngine:
         """
         one_of("reason", reason, get_args(EarlyEnd))
         self.ensure_usable("cancel")
-        self._request(request_id)
-        result: RequestResult = self._apply("end", request_id, reason)
-        self.core.unclaimed.pop(request_id, None)
+        self._unfinished_request(request_id)
+        result = self._apply(self.core.end, request_id, reason)
+        self.core.claim(request_id)
         self.core.notify_ended()
         return result
 
-    def _request(self, request_id: int) -> DynamicInferenceRequest:
+    def _unfinished_request(self, request_id: int) -> DynamicInferenceRequest:
         request = self.core.requests.get(integer("request_id", request_id, 0))
         if request is None:
             raise ValueError(f"request_id is {request_id}; accepted: a request that has not ended")
@@ -171,7 +171,7 @@ class DynamicInferenceEngine:
 
     def computed_prefix(self, request_id: int) -> list[int]:
         """The tokens of an unfinished request that are computed: KV and state for them exist now."""
-        request = self._request(request_id)
+        request = self._unfinished_request(request_id)
         return request.tokens[: request.allocation.num_computed] if request.allocation is not None else []
 
     # ---- serving
@@ -194,9 +194,9 @@ class DynamicInferenceEngine:
         """
         self.ensure_usable("step")
         try:
-            if not self.core.reports:
+            while (report := self.core.take_report()) is None:
                 self._advance(reports=True, claims_results=claims_results)
-            return self.core.reports.popleft()
+            return report
         except BaseException as error:
             self._break_on_interrupt(error)
             raise
@@ -204,7 +204,7 @@ class DynamicInferenceEngine:
     def _advance(self, reports: bool = False, claims_results: bool = True) -> None:
         """Make a step, then cancel the requests that are queued for it. Arguments as of `EngineCore.step`."""
         self.ensure_allocated("step")
-        self._apply("step", self.model, reports, claims_results)
+        self._apply(self.core.step, self.model, reports, claims_results)
         self._cancel_queued()
 
     def _break_on_interrupt(self, error: BaseException) -> None:
@@ -214,28 +214,25 @@ class DynamicInferenceEngine:
 
     # ---- calls that change the engine
 
-    def _apply(self, call: CoreCall, *arguments: Any) -> Any:
+    def _apply[**P, R](self, change: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
         """Call a method of `core`, by which alone the engine changes; `LeadingEngine` does on all ranks."""
-        return getattr(self.core, call)(*arguments)
+        return change(*arguments, **options)
 
     @property
-    def _may_cancel(self) -> bool:
+    def _can_cancel(self) -> bool:
         return True
 
     def _cancel_queued(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
-        core = self.core
-        while core.to_cancel and self._may_cancel:
-            request_id, reason = core.to_cancel[0]
-            if request_id in core.requests:
-                self._apply("end", request_id, reason)
-            core.unclaimed.pop(request_id, None)
-            core.to_cancel.popleft()
-        core.notify_ended()
+        for request_id, reason in self.core.queued_cancels():
+            if not self._can_cancel:
+                break
+            self._apply(self.core.end, request_id, reason)
+        self.core.notify_ended()
 
     def settle(self) -> None:
         """As `ensure_usable`, but does nothing during a step, or where the engine is broken."""
-        if not self.core.stepping and self.core.broken_by is None:
+        if not self.core.is_stepping and self.core.broken_by is None:
             self.ensure_usable("settle")
 
     def ensure_usable(self, call: str) -> None:
@@ -280,12 +277,9 @@ class DynamicInferenceEngine:
             The results, in the order of the prompts.
         """
         rows = prompts_with(
-            "prompt",
-            prompts,
-            sampling_params=sampling_params,
-            cache_salt=cache_salt,
+            "prompt", prompts, sampling_params=sampling_params, cache_salt=cache_salt,
             checkpoint_plan=checkpoint_plan,
-        )
+        )  # fmt: skip
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
             self.factory.new_request("prompt" if len(rows) == 1 else f"prompts[{i}]", *row)
@@ -347,20 +341,20 @@ class DynamicInferenceEngine:
         try:
             for request in requests:
                 self.factory.assign_id(request, is_users=is_users, owned=True)
-                self._apply("add", request)
+                self._apply(self.core.add, request)
             with ProgressBar(total=len(requests), unit="request") if progress else nullcontext() as bar:
                 for request in requests:
                     while request.result is None:
                         self._advance()
                         if bar is not None and bar.is_due():
-                            _show(bar, requests)
+                            _update_bar(bar, requests)
                 if bar is not None:
-                    _show(bar, requests)
+                    _update_bar(bar, requests)
             return [request.result for request in requests if request.result is not None]
         except BaseException as error:
             for request in requests:
                 if request.request_id != NO_ID:
-                    self.core.to_cancel.append((request.request_id, "cancelled"))
+                    self.core.queue_cancel(request.request_id)
             self._break_on_interrupt(error)
             raise
         finally:
@@ -380,8 +374,8 @@ class DynamicInferenceEngine:
         cancels its request; dropping does not on a split model without a `LeadingEngine`.
         """
         request = self._new_request(prompt, sampling_params, cache_salt, checkpoint_plan, owned=True)
-        to_cancel, one_caller = self.core.to_cancel, self.has_one_caller
-        source = RequestSource(request, self._advance, self.settle, to_cancel, one_caller)
+        queue_cancel, one_caller = self.core.queue_cancel, self.has_one_caller
+        source = RequestSource(request, self._advance, self.settle, queue_cancel, one_caller)
         stream = TokenStream[GeneratedToken](source)
         self._add(request)
         return stream
@@ -394,7 +388,7 @@ class DynamicInferenceEngine:
         """
         request_id = integer("request_id", request_id, 0)
         self.settle()
-        return self.core.unclaimed.pop(request_id, None)
+        return self.core.claim(request_id)
 
     # ---- the cache
 
@@ -431,8 +425,7 @@ class DynamicInferenceEngine:
             raise ValueError(
                 f"tokens is a prefix of {len(chain.hashes)} whole blocks; accepted: one with a cached state"
             )
-        pinned: PinnedPrefix = self._apply("pin", chain)
-        return pinned
+        return self._apply(self.core.pin, chain)
 
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
@@ -447,12 +440,12 @@ class DynamicInferenceEngine:
         if index is None:
             pins.unpin(prefix)  # raises, and changes nothing
         else:
-            self._apply("unpin", index)
+            self._apply(self.core.unpin, index)
 
     def reset_prefix_cache(self) -> None:
         """Remove every cached prefix and pin. Requests under way go on, but cache nothing any more."""
         self.ensure_usable("reset_prefix_cache")
-        self._apply("reset_prefix_cache")
+        self._apply(self.core.reset_prefix_cache)
 
     @property
     def weights_version(self) -> object:
@@ -472,7 +465,7 @@ class DynamicInferenceEngine:
         except (TypeError, ValueError, RuntimeError) as error:  # for example of an array
             raise refused("version", version, "what compares with the version before as a whole") from error
         if changed:
-            self._apply("set_weights_version", version)
+            self._apply(self.core.set_weights_version, version)
 
     # ---- the whole
 
@@ -497,17 +490,16 @@ class DynamicInferenceEngine:
             self.settle()
         core, scheduler = self.core, self.core.scheduler
         return EngineStats(
-            cache=self.context.cache_stats(),
-            speculation=core.speculation,
-            num_running=len(scheduler.running),
-            num_paused=scheduler.num_paused,
-            num_waiting=len(scheduler.waiting),
-            num_rebuilds=core.num_rebuilds,
-        )
+            cache=self.context.cache_stats(), speculation=core.speculation,
+            num_running=len(scheduler.running), num_paused=scheduler.num_paused,
+            num_waiting=len(scheduler.waiting), num_rebuilds=core.num_rebuilds,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        return "\n".join((*description_of(self.context, self.core.step_runner.graphs), *self._promise))
+        return "\n".join(
+            (*description_of(self.context, self.core.step_runner.graphs), *self._invariance_lines)
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""
@@ -518,23 +510,22 @@ class DynamicInferenceEngine:
         """Free all pools until `resume`: the cache is cleared, running requests wait, `step` raises."""
         self.ensure_usable("suspend")
         if self.context.memory.is_allocated:
-            self._apply("suspend")
+            self._apply(self.core.suspend)
 
     def resume(self) -> None:
         """Allocate the pools again, empty; queued requests start from their first token."""
         self.ensure_usable("resume")
-        self._apply("resume")
+        self._apply(self.core.resume)
 
     def reset(self) -> None:
         """Clear the cache and all counts, end all requests with "reset", and repair a broken engine."""
-        if self.core.stepping:
+        if self.core.is_stepping:
             self.ensure_usable("reset")
-        self._apply("reset", self.core.weights_version, self.context.memory.is_allocated)
-        if self.context.spec.groups.is_split:  # ranks that failed at different requests get the same ids
-            users, other = self.factory.next_ids
-            self.factory.next_ids = ((users >> 32) + 1) << 32, other
+        self._apply(self.core.reset, self.core.weights_version, self.context.memory.is_allocated)
+        if self.core.is_split:
+            self.factory.skip_ids()
 
 
-def _show(bar: ProgressBar, requests: Sequence[DynamicInferenceRequest]) -> None:
+def _update_bar(bar: ProgressBar, requests: Sequence[DynamicInferenceRequest]) -> None:
     bar.set_postfix(tokens=sum(each.num_new for each in requests), refresh=False)
     bar.update(sum(each.result is not None for each in requests) - bar.n)

@@ -18,7 +18,7 @@ import torch
 from ...cache_stats import SpeculationStats
 from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
-from ...request import EarlyEnd, FinishReason, RequestResult
+from ...params_and_results import EarlyEnd, FinishReason, RequestResult
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
@@ -46,7 +46,7 @@ CoreCall = Literal[
     "add", "end", "step", "pin", "unpin", "reset_prefix_cache", "set_weights_version", "suspend", "resume",
     "reset",
 ]  # fmt: skip
-"""The methods of `EngineCore` that change an engine; all ranks of a split model call them."""
+"""The names of the methods of `EngineCore` that change an engine; all ranks of a split model call them."""
 
 
 @contextmanager
@@ -65,15 +65,23 @@ def signals_deferred() -> Iterator[None]:
             signal.signal(number, handlers[signal.Signals(number)])
             signal.raise_signal(number)
 
-    for number in handlers:
-        signal.signal(number, hold)
-    try:
-        yield
-    finally:
+    def restore() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for first in arrived[:1]:
-            signal.raise_signal(first)
+
+    try:
+        for number in handlers:
+            signal.signal(number, hold)
+        yield
+    finally:
+        try:
+            restore()
+        except BaseException:  # of a signal that arrived between two of them
+            restore()
+            raise
+        finally:
+            for first in arrived[:1]:
+                signal.raise_signal(first)
 
 
 class EngineCore:
@@ -90,20 +98,20 @@ class EngineCore:
         self.requests: dict[int, DynamicInferenceRequest] = {}  # by id; those that have not ended
         self.unclaimed: dict[int, RequestResult] = {}  # of requests without an owner, not reported
         self.reports: deque[StepReport] = deque()  # of steps that were made and not returned
-        self.to_cancel: deque[tuple[int, EarlyEnd]] = deque()  # to end; any thread may append at any moment
+        self._to_cancel: deque[tuple[int, EarlyEnd]] = deque()  # any thread may append at any moment
         self.scheduler = Scheduler(context, drafter)
         self.step_runner = StepRunner(context, invariance)
         self.speculation = SpeculationStats()
         self.num_rebuilds = 0
         self.observers = Observers()
-        self.stepping = False
+        self.is_stepping = False
         self.broken_by: BaseException | None = None  # the ranks of a split model may differ since
         self.weights_version: object = None
         self._context = context
         self._drafter = drafter
         self.is_split = context.spec.groups.is_split
         self._on_device = on_device_of(context.spec.device)
-        self._in_change = False
+        self._is_changing = False
         self.repair: Callable[[], None] | None = None  # of the change under way, or of one that failed
 
     # ---- changes
@@ -111,13 +119,13 @@ class EngineCore:
     @contextmanager
     def changing(self, *allowed: type[Exception], repair: Callable[[], None] | None = None) -> Iterator[None]:
         """Inside, requests and the cache may be changed; a change inside another is a part of it."""
-        if self._in_change:
-            self.step_runner.in_model = False  # if the model's call fails, this change may be half made
+        if self._is_changing:
+            self.step_runner.is_in_model = False  # if the model's call fails, this change may be half made
             yield
             return
         # Deferring signals takes 10 us: worth it for steps, and for what clears the cache.
         with signals_deferred() if repair is not None else nullcontext():
-            self._in_change = True
+            self._is_changing = True
             self.repair = repair or self._check_or_rebuild
             try:
                 yield
@@ -130,7 +138,7 @@ class EngineCore:
                 self._run_repair()
                 raise
             finally:
-                self._in_change = False
+                self._is_changing = False
 
     def _complete(self) -> None:
         if self._context.config.free_memory == "zero":
@@ -147,25 +155,55 @@ class EngineCore:
             raise RuntimeError(UNRECOVERABLE) from error
 
     @contextmanager
-    def cancels_dropped(self) -> Iterator[None]:
+    def dropping_cancels(self) -> Iterator[None]:
         """Inside, no request is cancelled here: this rank follows another one, which alone ends requests."""
-        to_cancel, self.to_cancel = self.to_cancel, deque(maxlen=0)
+        to_cancel, self._to_cancel = self._to_cancel, deque(maxlen=0)
         try:
             yield
         finally:
-            self.to_cancel = to_cancel
+            self._to_cancel = to_cancel
+
+    def queue_cancel(self, request_id: int, reason: EarlyEnd = "cancelled") -> None:
+        """Let the next call end a request, unless it has ended; any thread may do so at any moment."""
+        self._to_cancel.append((request_id, reason))
+
+    def queued_cancels(self) -> Iterator[tuple[int, EarlyEnd]]:
+        """The queued ends of requests that have not ended; one that the caller has not made stays queued."""
+        while self._to_cancel:
+            request_id, reason = self._to_cancel[0]
+            if request_id in self.requests:
+                yield request_id, reason
+            self.claim(request_id)
+            self._to_cancel.popleft()
+
+    def claim(self, request_id: int) -> RequestResult | None:
+        """The result of a request that has ended; once."""
+        return self.unclaimed.pop(request_id, None)
+
+    def take_report(self) -> StepReport | None:
+        """The first of `reports`; once."""
+        return self.reports.popleft() if self.reports else None
+
+    def discard_results(self) -> None:
+        """Remove all results and reports: they have no reader."""
+        self.unclaimed.clear()
+        self.reports.clear()
+
+    def adopt(self, request: DynamicInferenceRequest) -> None:
+        """Own a request that could not be queued: `reset` ends it."""
+        self.requests[request.request_id] = request
 
     # ---- what calls are possible
 
     def ensure_usable(self, call: str) -> None:
         """Repair what a failed call has left; RuntimeError where `call` cannot be made now."""
-        if self.stepping:
+        if self.is_stepping:
             raise RuntimeError(
                 f"{call} is called during a step of the same engine; call it between steps, from one thread "
                 "at a time"
             )
         self.check_not_broken()
-        if self.repair is not None and not self._in_change:
+        if self.repair is not None and not self._is_changing:
             self._run_repair()
 
     def check_not_broken(self) -> None:
@@ -200,16 +238,16 @@ class EngineCore:
         num_tokens = {request: len(request.tokens) for request in self.scheduler.running}
         undo = partial(self._undo_step, num_tokens, self.speculation, len(self.reports))
         with self.changing(repair=undo), self._on_device:
-            self.stepping = True  # only requests may be added meanwhile
+            self.is_stepping = True  # only requests may be added meanwhile
             try:
                 batch, tokens, invalid = self.step_runner.make_step(model, self.scheduler)
                 report = self._end_step(batch, tokens, invalid)
                 if reports:
                     for result in report.finished if claims_results else ():
-                        self.unclaimed.pop(result.request_id, None)
+                        self.claim(result.request_id)
                     self.reports.append(report)
             finally:
-                self.stepping = False
+                self.is_stepping = False
         self.scheduler.admitted = {}
         if self.observers.known:
             for scheduled in batch:
@@ -249,7 +287,7 @@ class EngineCore:
 
     def reset(self, weights_version: object, allocated: bool) -> None:
         """End every request, and clear results, cache and counts. Arguments: those of the calling rank."""
-        self._in_change, self.repair = False, self._reset  # in place of every other repair
+        self._is_changing, self.repair = False, self._reset  # in place of every other repair
         spec = self._context.spec
         with signals_deferred():
             if spec.groups.abort_reason:
@@ -278,16 +316,16 @@ class EngineCore:
             self.step_runner.logits_changes.release_row(request)
         self.scheduler.remove(request, discard=reason == "invalid_logits")
         if not self.requests:
-            self.step_runner.unread = None  # an idle engine keeps nothing of the requests that it has served
+            self.step_runner.unread_step = None  # an idle engine keeps nothing of requests that it has served
         return result
 
     def _queue_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Queue an end for the observers, who receive it unless it is undone before."""
         if self.observers.known:
-            self.observers.ended.append((request, result))
+            self.observers.pending_ends.append((request, result))
 
     def notify_ended(self) -> None:
-        if self.observers.ended:
+        if self.observers.pending_ends:
             self.observers.notify_ended()
 
     # ---- a step
@@ -304,18 +342,15 @@ class EngineCore:
         finished = [self._end(self.requests[request_id], reason) for request_id, reason in reasons.items()]
         return StepReport(
             admitted=tuple(scheduled.request.request_id for scheduled in batch if scheduled.admits),
-            finished=tuple(finished),
-            tokens=tokens,
-        )
+            finished=tuple(finished), tokens=tokens,
+        )  # fmt: skip
 
     def _count_drafts(self, drafts: Sequence[int], tokens: Sequence[int]) -> None:
         so_far = self.speculation
         self.speculation = SpeculationStats(
-            so_far.num_decodes + 1,
-            so_far.num_tokens + len(tokens),
-            so_far.num_drafted + len(drafts),
+            so_far.num_decodes + 1, so_far.num_tokens + len(tokens), so_far.num_drafted + len(drafts),
             so_far.num_accepted + sum(map(eq, drafts, tokens)),
-        )
+        )  # fmt: skip
 
     # ---- repairs, each of which can be made any number of times
 
@@ -324,7 +359,7 @@ class EngineCore:
     ) -> None:
         """Queue the requests of a step again, with the tokens that they had before it."""
         # First: an undoing that is interrupted, and made again, may leave a change half made.
-        in_model, self.step_runner.in_model = self.step_runner.in_model, False
+        in_model, self.step_runner.is_in_model = self.step_runner.is_in_model, False
         self.speculation = speculation
         self.step_runner.clear()
         while len(self.reports) > num_reports:
@@ -345,7 +380,7 @@ class EngineCore:
         for request in self.requests.values():
             request.result = None
             request.match = None  # a match that is being brought up to date may be half old
-            self.unclaimed.pop(request.request_id, None)
+            self.claim(request.request_id)
         if not is_half_made:
             return
         try:
@@ -364,16 +399,16 @@ class EngineCore:
         self.num_rebuilds += 1
         logger.warning(
             "a call failed: cached prefixes and pins are forgotten, %d requests are queued again",
-            len(self.requests),
-            exc_info=sys.exception(),
-        )
+            len(self.requests), exc_info=sys.exception(),
+        )  # fmt: skip
 
     def _reset(self) -> None:
         for request in self.requests.values():
             request.result = result = request.result_for("reset")
             self._queue_end(request, result)
-        for collection in (self.requests, self.unclaimed, self.reports, self.to_cancel):
-            collection.clear()
+        self.requests.clear()
+        self.discard_results()
+        self._to_cancel.clear()
         self.step_runner.clear()
         self.scheduler = Scheduler(self._context, self._drafter)
         self.speculation = SpeculationStats()
@@ -382,6 +417,6 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory contradict each other."""
-        if not self.stepping:
+        if not self.is_stepping:
             self.scheduler.check_integrity(self.requests)
         self._context.check_integrity()

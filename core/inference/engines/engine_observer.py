@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...request import RequestResult
+from ...params_and_results import RequestResult
 from ...validation import brief_repr, refused, shown
 from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, GeneratedToken, ScheduledRequest
 
@@ -70,8 +70,8 @@ class Observers:
 
     def __init__(self) -> None:
         self.known: tuple[EngineObserver, ...] = ()
-        self.ended: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # not received yet
-        self._notifying = False
+        self.pending_ends: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # not received yet
+        self._is_notifying = False
 
     def add(self, observer: EngineObserver) -> None:
         if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in _CALLS):
@@ -89,17 +89,17 @@ class Observers:
 
     def notify_ended(self) -> None:
         """Notify of the requests that have ended since the last call, unless the end was undone."""
-        if self._notifying:  # an observer has called the engine: the outer call goes on
+        if self._is_notifying:  # an observer has called the engine: the outer call goes on
             return
-        self._notifying = True
+        self._is_notifying = True
         try:
-            while self.ended:
-                request, result = self.ended[0]
+            while self.pending_ends:
+                request, result = self.pending_ends[0]
                 if request.result is result:
                     self.notify("request_ended", request, result)
-                self.ended.popleft()
+                self.pending_ends.popleft()
         finally:
-            self._notifying = False
+            self._is_notifying = False
 
     def notify(self, call: str, *arguments: object) -> None:
         for observer in self.known:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import EngineDeadError, KVBlockCapacityError
 from ...parallel_groups import ParallelGroups
-from ...request import EarlyEnd
+from ...params_and_results import EarlyEnd
 from ..contexts.dynamic_request import GeneratedToken
 from .dynamic_engine import DynamicInferenceEngine
 from .streams import Answer, TokenStream
@@ -45,17 +45,17 @@ class EngineThread(Thread):
         super().__init__(name="mambaslots-engine", daemon=True)  # `_stop_all` joins it at exit
         self.num_received = 0  # requests of which `add` was called, failed ones included
         self.failure: BaseException | None = None  # why the thread has given up
-        self.ended: asyncio.Future[None] = loop.create_future()  # done once no more calls are made
+        self.stop_future: asyncio.Future[None] = loop.create_future()  # done once no more calls are made
         self._engine = engine
         self._loop = loop
         self._posted: deque[Callable[[], None]] = deque()  # the loop calls them at the next `_wake_loop`
-        self._wake_posted = False
+        self._is_wake_posted = False
         self._max_step_failures = max_step_failures
         self._num_step_failures = 0
         # `__del__` posts, too, at any moment and in any thread: a SimpleQueue allows that, a lock does not.
         self._calls: SimpleQueue[tuple[Callable[[], object], asyncio.Future[Any] | None]] = SimpleQueue()
-        self._streams: dict[int, tuple[Answer, TokenStream[GeneratedToken]]] = {}
-        self._stopping = False
+        self._served: dict[int, tuple[Answer, TokenStream[GeneratedToken]]] = {}
+        self._is_stopping = False
 
     # ---- from other threads
 
@@ -71,23 +71,19 @@ class EngineThread(Thread):
             _running_threads.discard(self)
             raise
 
-    async def make[T](self, call: Callable[[], T]) -> T:
+    async def await_call[T](self, call: Callable[[], T]) -> T:
         """In the loop: post a call, and wait for what it returns or raises."""
         reply: asyncio.Future[T] = self._loop.create_future()
         self._calls.put((call, reply))
         return await reply
 
-    def _post(self, call: Callable[[], object]) -> None:
-        """Make a call after the present step, in the order of the posts."""
-        self._calls.put((call, None))
-
     def post_cancel(self, answer: Answer, reason: EarlyEnd = "cancelled") -> None:
         """End an answer's request after the present step, unless the request has ended."""
-        self._post(partial(self._cancel, answer, reason))
+        self._calls.put((partial(self._cancel, answer, reason), None))
 
     def post_stop(self) -> None:
         """End the thread after the present step, and cancel the requests that have not ended."""
-        self._post(self._stop)
+        self._calls.put((self._stop, None))
 
     # ---- calls that are posted
 
@@ -98,21 +94,21 @@ class EngineThread(Thread):
         finally:
             self.num_received += 1
         answer.request_id = stream.request_id
-        self._streams[stream.request_id] = answer, stream
+        self._served[stream.request_id] = answer, stream
 
     def call[T](self, function: Callable[[DynamicInferenceEngine], T]) -> T:
         """Call a function that may do anything with the engine: add and end requests, make steps."""
         try:
             return function(self._engine)
         finally:
-            self._collect(list(self._streams))
+            self._collect(list(self._served))
 
     def _cancel(self, answer: Answer, reason: EarlyEnd) -> None:
         if answer.request_id is not None:
             self._end_request(answer.request_id, reason=reason)
 
     def _stop(self) -> None:
-        self._stopping = True
+        self._is_stopping = True
 
     # ---- the thread
 
@@ -135,7 +131,7 @@ class EngineThread(Thread):
         while True:
             self._make_calls(wait=not busy)
             self._wake_loop()
-            if self._stopping:
+            if self._is_stopping:
                 return
             busy = self._make_step()
             self._wake_loop()
@@ -147,7 +143,7 @@ class EngineThread(Thread):
             begun_s = thread_time()
             while True:
                 self._make_call(*call)
-                if self._stopping or thread_time() - begun_s >= _LONGEST_CALLS_S:
+                if self._is_stopping or thread_time() - begun_s >= _LONGEST_CALLS_S:
                     return
                 call = self._calls.get_nowait()
         except Empty:
@@ -161,7 +157,7 @@ class EngineThread(Thread):
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            error = _dead(raised)
+            error = _dead_error(raised)
             raise
         finally:
             if reply is not None:
@@ -191,32 +187,32 @@ class EngineThread(Thread):
     def _collect(self, request_ids: Iterable[int]) -> None:
         """Hand over what has come of these requests; ids of others are ignored."""
         for request_id in request_ids:
-            if request_id in self._streams:
-                answer, stream = self._streams[request_id]
+            if request_id in self._served:
+                answer, stream = self._served[request_id]
                 tokens = stream.take()
                 if answer.prompt_figures is None:
                     answer.prompt_figures = stream.prompt_figures
                 answer.extend(tokens)
                 if stream.result is not None:
-                    del self._streams[request_id]
+                    del self._served[request_id]
                     answer.end(stream.result)
-                if tokens or answer.ended:
-                    self._announce(answer)
+                if tokens or answer.has_ended:
+                    self._post_wake(answer)
 
-    def _announce(self, answer: Answer) -> None:
-        if not answer.wake_posted:
-            answer.wake_posted = True
+    def _post_wake(self, answer: Answer) -> None:
+        if not answer.is_wake_posted:
+            answer.is_wake_posted = True
             self._posted.append(answer.wake)
 
     def _wake_loop(self) -> None:
-        if not self._posted or self._wake_posted:
+        if not self._posted or self._is_wake_posted:
             return
-        self._wake_posted = True  # before the call: the loop may run at once
+        self._is_wake_posted = True  # before the call: the loop may run at once
         self._loop.call_soon_threadsafe(self._run_posted)
 
     def _run_posted(self) -> None:
         """In the loop: call what is posted. After Control-C the interrupted function is called again."""
-        self._wake_posted = False  # before the functions: what is posted from now on wakes the loop again
+        self._is_wake_posted = False  # before the functions: what is posted from now on wakes the loop again
         try:
             while self._posted:
                 self._posted[0]()
@@ -231,7 +227,7 @@ class EngineThread(Thread):
         self, request_id: int, error: BaseException | None = None, reason: EarlyEnd = "cancelled"
     ) -> None:
         """Take a request out of the engine. Its answer ends with `error`, or else with its result."""
-        entry = self._streams.pop(request_id, None)
+        entry = self._served.pop(request_id, None)
         if entry is None:
             if error is not None:  # of a request that a call has added
                 self._engine.cancel(request_id)
@@ -244,7 +240,7 @@ class EngineThread(Thread):
         except Exception as second:  # the engine's next call tries again
             error = error or second
         answer.end(None if error is not None else stream.result, error)
-        self._announce(answer)
+        self._post_wake(answer)
 
     def _count_failure(self, error: Exception) -> None:
         """Count a failed step. All requests end with the error where too many steps have failed in a row."""
@@ -254,7 +250,7 @@ class EngineThread(Thread):
         if number < limit:
             return
         self._num_step_failures = 0
-        for request_id in list(self._streams):
+        for request_id in list(self._served):
             self._end_request(request_id, error)
         try:
             self._engine.settle()
@@ -266,8 +262,8 @@ class EngineThread(Thread):
 
     def _end(self) -> None:
         try:
-            for request_id in list(self._streams):
-                self._end_request(request_id, None if self.failure is None else _dead(self.failure))
+            for request_id in list(self._served):
+                self._end_request(request_id, None if self.failure is None else _dead_error(self.failure))
         finally:
             self._posted.append(self._refuse_calls)
             with suppress(RuntimeError):  # of a closed loop
@@ -275,8 +271,8 @@ class EngineThread(Thread):
 
     def _refuse_calls(self) -> None:
         """In the loop: refuse the calls that were not made."""
-        if not self.ended.done():
-            self.ended.set_result(None)
+        if not self.stop_future.done():
+            self.stop_future.set_result(None)
         while not self._calls.empty():
             _, reply = self._calls.get()
             if reply is not None:
@@ -284,10 +280,12 @@ class EngineThread(Thread):
 
     def refusal(self) -> RuntimeError:
         """Why no call is made any more."""
-        return RuntimeError("the AsyncEngine is closed") if self.failure is None else _dead(self.failure)
+        return (
+            RuntimeError("the AsyncEngine is closed") if self.failure is None else _dead_error(self.failure)
+        )
 
 
-def _dead(failure: BaseException) -> EngineDeadError:
+def _dead_error(failure: BaseException) -> EngineDeadError:
     error = EngineDeadError(f"the engine's thread has given up: {failure!r}")
     error.__cause__ = failure
     return error

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched, repeat
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, GeneratedToken
 from ..contexts.padding import padded_to_ladder
 from ..contexts.step_inputs import StepInputs, StepShape
-from ..kernels.kernel_set import runs_triton
 from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.operands import WHOLE, TokenDraw
-from ..kernels.reference import torch_token_draws
+from ..kernels.sampling import sample
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens
@@ -39,18 +38,18 @@ class StepRunner:
 
     def __init__(self, context: DynamicInferenceContext, invariance: "BatchInvariance | None") -> None:
         # Launched ahead. Dropping it loses no token, once its requests are queued again.
-        self.unread: SampledStep | None = None
+        self.unread_step: SampledStep | None = None
         self.graphs = GraphRunner.of(context)
         self.invariance = invariance
         self.logits_changes = LogitsChanges(context.spec.device)
-        self.in_model = False  # the model was called and has not returned, also after it failed
+        self.is_in_model = False  # the model was called and has not returned, also after it failed
         self._context = context
         self._groups = context.spec.groups if context.spec.groups.is_split else None
         self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
 
     def make_step(self, model: Model, scheduler: Scheduler) -> tuple[Batch, NewTokens, Sequence[int]]:
         """Make the next step: its requests, their new tokens, and ids of requests with invalid logits."""
-        sampled, self.unread = self.unread, None
+        sampled, self.unread_step = self.unread_step, None
         if sampled is None or all(scheduled.request.result is not None for scheduled in sampled.batch):
             batch = scheduler.schedule()  # match, plan, hold KV blocks
             if not batch:
@@ -59,7 +58,7 @@ class StepRunner:
         looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
         if looks_ahead and (ahead := scheduler.schedule_ahead()):
             decoding = [scheduled.request for scheduled in ahead if scheduled.is_ahead]
-            self.unread = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
+            self.unread_step = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
         tokens = sampled.read_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
@@ -70,7 +69,7 @@ class StepRunner:
 
     def clear(self) -> None:
         """Remove the step ahead and all counts of tokens: its requests are queued again, or have ended."""
-        self.unread = None
+        self.unread_step = None
         self.logits_changes.clear()
 
     def clear_graphs(self) -> None:
@@ -95,9 +94,9 @@ class StepRunner:
 
     def run_model(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits of a step. Does not synchronise."""
-        self.in_model = True
+        self.is_in_model = True
         logits = model(inputs) if self.graphs is None else self.graphs.run(model, inputs)
-        self.in_model = False
+        self.is_in_model = False
         expected = (len(inputs.logit_tokens), self._context.spec.vocab_size)
         shape = getattr(logits, "shape", None)
         if shape != expected:
@@ -138,7 +137,7 @@ class SampledStep:
                 rows += range(stop - 1 - len(scheduled.drafts), stop)
         if self._sampled:
             columns |= self._draw(_rows_of(logits, rows), changes)
-        self._results = Results(columns)
+        self._on_host = HostCopy(columns)
 
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
@@ -147,7 +146,7 @@ class SampledStep:
         seeds = [scheduled.request.seed for scheduled, _ in self._rows]
         are_changed = any(sampling.changes_logits for sampling in params)
         to_draw = changes.apply(self._rows, logits) if are_changed else logits
-        drawn, largest = sample(to_draw, params, positions, seeds)
+        drawn, largest = sample(to_draw, draws_of(params, positions, seeds))
         if are_changed:
             changes.count(drawn)
         self._drawn = drawn
@@ -186,7 +185,7 @@ class SampledStep:
         """Append the new tokens to their requests, and return them by request id."""
         if self._tokens is not None:
             return self._tokens
-        columns = self._results.read()
+        columns = self._on_host.read()
         invalid = {
             request.request_id
             for request in (scheduled.request for scheduled in self._scored)
@@ -243,48 +242,32 @@ def _rows_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits if len(rows) == len(logits) else logits.index_select(0, tensor_on(logits.device, rows))
 
 
-def sample(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], seeds: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """A token for each row, and its largest logit. Synchronises only without triton, or in float64."""
-    draws = [
+def draws_of(
+    params: Sequence[SamplingParams], positions: Sequence[int], seeds: Sequence[int]
+) -> list[TokenDraw]:
+    """How the tokens of rows are drawn; a greedy row has no draw."""
+    return [
         TokenDraw(
             row=row,
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_k=sampling.top_k or 0,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            uniform=_uniform(seed, position),
+            uniform=uniform(seed, position),
             min_p=sampling.min_p,
         )
         for row, (sampling, position, seed) in enumerate(zip(params, positions, seeds, strict=True))
         if not sampling.greedy
     ]
-    if len(draws) < len(params):
-        largest, tokens = logits.max(dim=-1)
-    else:
-        largest = logits.amax(dim=-1)
-        tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    if draws:
-        _draws_for(logits)(tokens, logits, largest, draws)
-    return tokens, largest
 
 
-def _draws_for(logits: Tensor) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
-    if runs_triton(logits.device) and logits.dtype != torch.float64:
-        from ..kernels.token_draws import draw_tokens
-
-        return draw_tokens
-    return torch_token_draws.draw_tokens
-
-
-def _uniform(seed: int, position: int) -> float:
+def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a request's token at `position`; exact in float64."""
     digest = hashlib.sha256(f"{seed} {position}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / WHOLE
 
 
-class Results:
-    """The numbers of 1-D tensors, on their way to the CPU in one copy. float64 holds token ids exactly."""
+class HostCopy:
+    """The numbers of 1-D tensors, copied to the CPU by one copy. float64 holds token ids exactly."""
 
     def __init__(self, columns: Mapping[ColumnName, Tensor]) -> None:
         self._lengths = {name: len(column) for name, column in columns.items()}

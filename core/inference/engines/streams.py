@@ -1,11 +1,10 @@
 """The answer to one request as its reader sees it: in the thread of the engine, or in an event loop."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from ...request import EarlyEnd, FinishReason, PromptFigures, RequestResult
+from ...params_and_results import EarlyEnd, FinishReason, PromptFigures, RequestResult
 from ..contexts.dynamic_request import DynamicInferenceRequest, GeneratedToken
 
 
@@ -113,10 +112,10 @@ class RequestSource:
 
     request: DynamicInferenceRequest
     step: Callable[[], None]
-    settle: Callable[[], None]  # ends the requests in `to_cancel`, where any thread may append
-    to_cancel: deque[tuple[int, EarlyEnd]]
+    settle: Callable[[], None]  # ends the requests that `queue_cancel` was called for
+    queue_cancel: Callable[[int, EarlyEnd], None]  # in any thread
     has_one_caller: bool  # else `drop` ends nothing: ranks collect garbage at different times
-    closed: bool = False
+    is_closed: bool = False
     num_read: int = 0
 
     def __repr__(self) -> str:
@@ -135,7 +134,7 @@ class RequestSource:
         return self.request.prompt_figures if self.request.num_new else None
 
     def take(self) -> tuple[GeneratedToken, ...]:
-        new = () if self.closed else tuple(self.request.new_from(self.num_read))
+        new = () if self.is_closed else tuple(self.request.new_from(self.num_read))
         self.num_read += len(new)
         return new
 
@@ -143,7 +142,7 @@ class RequestSource:
         """The next token, after as many steps as it takes; StopIteration at the end."""
         request = self.request
         self.settle()
-        while not self.closed:
+        while not self.is_closed:
             if request.num_new > self.num_read:
                 self.num_read += 1
                 return request.new_from(self.num_read - 1)[0]
@@ -156,16 +155,16 @@ class RequestSource:
         raise StopIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
-        self.to_cancel.append((self.request_id, reason))
+        self.queue_cancel(self.request_id, reason)
         self.settle()
 
     def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
         self.end_early("cancelled")
 
     def drop(self) -> None:
         if self.has_one_caller:
-            self.to_cancel.append((self.request_id, "cancelled"))
+            self.queue_cancel(self.request_id, "cancelled")
 
 
 class Answer:
@@ -183,8 +182,8 @@ class Answer:
         self.result: RequestResult | None = None
         self.prompt_figures: PromptFigures | None = None  # written before the first token
         self.error: BaseException | None = None
-        self.ended = False
-        self.wake_posted = False
+        self.has_ended = False
+        self.is_wake_posted = False
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
         self._end_early = end_early
@@ -200,18 +199,18 @@ class Answer:
 
     def end(self, result: RequestResult | None, error: BaseException | None = None) -> None:
         """Set the end. Later calls change nothing."""
-        if not self.ended:
+        if not self.has_ended:
             self.result, self.error = result, error
-            self.ended = True
+            self.has_ended = True
 
     # ---- the event loop's thread
 
     def wake(self) -> None:
         """Let the reader look; may be called at any time."""
-        self.wake_posted = False
+        self.is_wake_posted = False
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-        if self.ended:
+        if self.has_ended:
             self._on_end(self)
 
     def take(self) -> tuple[GeneratedToken, ...]:
@@ -224,7 +223,7 @@ class Answer:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a stream is read in another event loop than that of its AsyncEngine")
         while True:
-            ended = self.ended  # read before the tokens, which are written before it
+            ended = self.has_ended  # read before the tokens, which are written before it
             if tokens := self.take():
                 return tokens
             if ended:
@@ -241,7 +240,7 @@ class Answer:
         raise StopAsyncIteration
 
     def end_early(self, reason: EarlyEnd) -> None:
-        if not self.ended and not self._is_ending:
+        if not self.has_ended and not self._is_ending:
             self._is_ending = True
             self._end_early(self, reason)
 

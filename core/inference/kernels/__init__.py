@@ -13,6 +13,7 @@ delta_solve                                  new rows of a triangular system for
 attention, attention_segments, write_kv      attention over paged KV, and the store of keys and values
 norms, gates                                 the rest of a layer
 penalties, token_draws, log_probs            logits lowered by counts of tokens; tokens drawn; log-probs
+sampling                                     the most likely token of a row, or a drawn one
 state_copy, row_checksum                     whole states: copied and encoded, checked
 state_move, state_codec                      the launches of `state_copy`
 tiles                                        what several kernels do

@@ -10,8 +10,8 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...validation import instance, shown
 from ..all_ranks import RankDiedError, attempt
-from ..channel import Address, Link, PeerLostError, host_name
-from .messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
+from ..message_sockets import Address, Link, PeerLostError, host_name
+from .call_messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
 
 _MEETING_S = 60.0
 _POLL_INTERVAL_S = 0.5
@@ -43,7 +43,7 @@ def follow(engine: DynamicInferenceEngine) -> None:
         )
     if requests := engine.core.requests:
         raise ValueError(f"engine has {len(requests)} requests that have not ended; accepted: a new one")
-    with closing(_Calls(_meet_leader(engine), groups)) as calls, engine.core.cancels_dropped():
+    with closing(_LeaderCalls(_meet_leader(engine), groups)) as calls, engine.core.dropping_cancels():
         try:
             while not isinstance(call := calls.next(), Close):
                 if isinstance(call, Lost):
@@ -75,7 +75,7 @@ def _meet_leader(engine: DynamicInferenceEngine) -> Link:
     return link
 
 
-class _Calls:
+class _LeaderCalls:
     """What rank 0 sends. While a call is made, a thread receives, because rank 0 may end its collectives."""
 
     def __init__(self, link: Link, groups: ParallelGroups) -> None:

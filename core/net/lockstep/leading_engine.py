@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
 from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
+from ...inference.contexts.dynamic_request import DynamicInferenceRequest
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall, signals_deferred
@@ -22,14 +23,14 @@ from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, real, refused
 from ..all_ranks import RankDiedError
-from .messages import CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
+from .call_messages import Add, CallFunction, FindFunction, Outcome, check_plain, message_of, name_of
 from .rank_connections import RankConnections
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
 _DEATH_S = 0.5
 """The connection of a process that died ends so soon after its collectives."""
 _CLOSING_S = 10.0
-_open: "weakref.WeakSet[LeadingEngine]" = weakref.WeakSet()
+_open_engines: "weakref.WeakSet[LeadingEngine]" = weakref.WeakSet()
 
 
 class LeadingEngine(DynamicInferenceEngine):
@@ -90,21 +91,21 @@ class LeadingEngine(DynamicInferenceEngine):
         super().__init__(model, config, drafter=drafter, seed=seed)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._late: deque[tuple[msgspec.Struct, Callable[[], object], Any]] = deque()  # from inside a step
-        self._calling: int | None = None  # the thread that makes a call now
-        self._caller = threading.current_thread()  # of the last call
+        self._late_requests: deque[tuple[Add, DynamicInferenceRequest]] = deque()  # from inside a step
+        self._calling_thread_id: int | None = None  # the thread that makes a call now
+        self._last_caller = threading.current_thread()  # of the last call
         self._finalizer: Callable[[], object] = lambda: None
         self._leads = self.core.is_split  # calls are sent to followers; not inside a function of all ranks
         if self._leads:
             self._followers = RankConnections(self.context.spec.groups, self.context.spec.device, timeout_s)
             self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._followers)
-            _open.add(self)
+            _open_engines.add(self)
 
     @staticmethod
     def _check_unused(groups: ParallelGroups) -> None:
         """RuntimeError where another thread uses these groups: collectives of two threads would cross."""
-        engines = [engine for engine in list(_open) if groups.overlaps(engine.context.spec.groups)]
-        callers = [engine._caller for engine in engines if not engine._closed.is_set()]
+        engines = [engine for engine in list(_open_engines) if groups.overlaps(engine.context.spec.groups)]
+        callers = [engine._last_caller for engine in engines if not engine._closed.is_set()]
         for caller in (thread_over(groups), *callers):
             if caller is not None and caller is not threading.current_thread() and caller.is_alive():
                 raise RuntimeError(
@@ -119,52 +120,62 @@ class LeadingEngine(DynamicInferenceEngine):
     # ---- calls
 
     @property
-    def _may_cancel(self) -> bool:
+    def _can_cancel(self) -> bool:
         if not self.core.is_split:
             return True
         ended = self._closed.is_set() or bool(self._followers.lost)
-        return self._leads and self._calling is None and not ended
+        return self._leads and self._calling_thread_id is None and not ended
 
-    def _apply(self, call: CoreCall, *arguments: Any) -> Any:
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._late_requests) or super().has_unfinished_requests()
+
+    def _add(self, request: DynamicInferenceRequest) -> None:
+        if self._leads and self._calling_thread_id == threading.get_ident():
+            self._late_requests.append((Add.of(request), request))
+        else:
+            super()._add(request)
+
+    def _apply[**P, R](self, change: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
         """Make a call on all ranks.
 
         Before a step, in which ranks wait for each other, all followers have made the calls before; where one
         ended otherwise than here, the engine is broken.
         """
-        make = partial(super()._apply, call, *arguments)
         if not self._leads:
-            return make()
+            return super()._apply(change, *arguments, **options)
+        assert not options, "a message has arguments by position"
+        call = cast(CoreCall, change.__name__)
         message = message_of(call, arguments)
-        self._caller = threading.current_thread()
-        if self._calling == threading.get_ident():
-            if call != "add":
-                raise RuntimeError(f"{call} is called from inside a step; call it between steps")
-            self._late.append((message, make, *arguments))
-            return None
+        self._last_caller = threading.current_thread()
+        if self._calling_thread_id == threading.get_ident():
+            raise RuntimeError(f"{call} is called from inside a step; call it between steps")
         with signals_deferred(), self._lock:
             try:
                 if call == "reset":
-                    self.core.requests |= {request.request_id: request for _, _, request in self._late}
-                    self._late.clear()
-                    self._differences()
-                    self._followers.any_broken = False
+                    for _, request in self._late_requests:
+                        self.core.adopt(request)
+                    self._late_requests.clear()
+                    self._await_differences()
+                    self._followers.has_broken_rank = False
                 elif call == "step":
                     self._await_followers()
-                value = self._lead(message, make)
+                value = self._lead(message, partial(change, *arguments, **options))
                 if call == "reset":
                     self._await_followers()
                 return value
             finally:
-                while self._late and self.core.broken_by is None:  # `reset` ends those of a broken engine
-                    self._lead(*self._late[0][:2])
-                    self._late.popleft()
+                # `reset` ends those of a broken engine.
+                while self._late_requests and self.core.broken_by is None:
+                    message, request = self._late_requests[0]
+                    self._lead(message, partial(self.core.add, request))
+                    self._late_requests.popleft()
 
     def _lead[T](self, message: msgspec.Struct, make: Callable[[], T]) -> T:
         self._check_open()
         followers = self._followers
         try:
             followers.send(message)
-            self._calling = threading.get_ident()
+            self._calling_thread_id = threading.get_ident()
             value = make()
         except BaseException as error:
             followers.record_own(Outcome.of(error))
@@ -177,7 +188,7 @@ class LeadingEngine(DynamicInferenceEngine):
                     raise RankDiedError(followers.lost) from error
             raise
         finally:
-            self._calling = None
+            self._calling_thread_id = None
         followers.record_own(Outcome())
         return value
 
@@ -193,17 +204,17 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def _await_followers(self) -> None:
         """Wait until all ranks have made all calls, and made them alike."""
-        if differences := self._differences():
+        if differences := self._await_differences():
             error = RuntimeError(
                 f"a call was not made alike on all ranks: {'; '.join(differences)}; call reset()"
             )
             self._break(error)
             raise error
 
-    def _differences(self) -> list[str]:
+    def _await_differences(self) -> list[str]:
         self._check_open()
         try:
-            return self._followers.differences()
+            return self._followers.await_differences()
         except TimeoutError as late:
             error = RuntimeError(f"{late}; start all ranks again")
             self._break(error)
@@ -211,7 +222,7 @@ class LeadingEngine(DynamicInferenceEngine):
 
     def changing_cache(self, *harmless: type[Exception]) -> AbstractContextManager[None]:
         """As `DynamicInferenceEngine.changing_cache`; RuntimeError where only this rank would change."""
-        if self._leads and self._calling is None:
+        if self._leads and self._calling_thread_id is None:
             raise RuntimeError(
                 "a LeadingEngine is about to change on this rank alone; call the function that changes it "
                 "through `call_on_all`"
@@ -260,7 +271,7 @@ class LeadingEngine(DynamicInferenceEngine):
         with signals_deferred(), self._lock:
             self._await_followers()
             self._lead(FindFunction(run.function), lambda: None)
-            if refusals := "; ".join(self._differences()):
+            if refusals := "; ".join(self._await_differences()):
                 raise ValueError(
                     f"function is {run.function}; accepted: one that all ranks can import ({refusals})"
                 )
@@ -270,7 +281,7 @@ class LeadingEngine(DynamicInferenceEngine):
         followers = self._followers
         followers.send(run)
         error: Exception | None = None
-        self._leads, self._calling = False, threading.get_ident()
+        self._leads, self._calling_thread_id = False, threading.get_ident()
         try:
             with on_device_of(self.context.spec.device):
                 value = function()
@@ -280,11 +291,11 @@ class LeadingEngine(DynamicInferenceEngine):
             self._break(raised)
             raise
         finally:
-            self._leads, self._calling = True, None
+            self._leads, self._calling_thread_id = True, None
             followers.record_own(Outcome.of(error, self.core.broken_by is not None))
         followers.await_answers(math.inf)
-        differences = followers.differences()
-        if followers.any_broken:
+        differences = followers.await_differences()
+        if followers.has_broken_rank:
             self._break(error or RuntimeError("; ".join(differences)))
         if error is not None:
             raise error
@@ -320,7 +331,7 @@ class LeadingEngine(DynamicInferenceEngine):
         Raises:
             RuntimeError: a call of this engine calls it, for which it would wait in vain; nothing is closed.
         """
-        if self._calling == threading.get_ident():
+        if self._calling_thread_id == threading.get_ident():
             raise RuntimeError("close is called from inside a call of the engine; call it afterwards")
         self._finalizer()
 

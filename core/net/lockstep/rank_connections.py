@@ -9,9 +9,9 @@ import torch
 
 from ...parallel_groups import ParallelGroups
 from ..all_ranks import Notes, RankDiedError, attempt
-from ..channel import Listener, PeerLostError, host_name
+from ..message_sockets import Listener, PeerLostError, host_name
+from .call_messages import Abort, Close, Failure, Hello, Lost, Outcome
 from .follower import WATCH_S
-from .messages import Abort, Close, Failure, Hello, Lost, Outcome
 
 _CLOSING_S = 5.0
 _POLL_INTERVAL_S = 0.1
@@ -43,20 +43,20 @@ class RankConnections:
         self._lock = threading.RLock()  # of the listener, and what its messages change
         self._closed = threading.Event()
         self._ranks: dict[bytes, int] = {}  # connection -> rank
-        self._num_sent = 0  # calls, of which `_own` and `_theirs` have the outcomes
-        self._own: list[Outcome] = []
-        self._theirs: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
+        self._num_sent = 0  # calls, of which `_own_outcomes` and `_outcomes_of` have the outcomes
+        self._own_outcomes: list[Outcome] = []
+        self._outcomes_of: dict[int, list[Outcome]] = {rank: [] for rank in range(1, groups.size)}
         self.lost: dict[int, str] = {}  # rank -> how its loss is known, a text that follows "rank 3 "
-        self._gone: set[int] = set()  # those lost, and those that left for that
+        self._gone_ranks: set[int] = set()  # those lost, and those that left for that
         self._has_sent_lost = False
-        self.any_broken = False  # the engine of a rank is broken, as far as answers say; groups are aborted
+        self.has_broken_rank = False  # as far as answers say; groups are aborted then
         self._failed_s = math.inf  # when a rank failed in a call that another one is still in
         self._accept()
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
 
     def _accept(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while missing := self._theirs.keys() - self._ranks.values():
+        while missing := self._outcomes_of.keys() - self._ranks.values():
             received = self._listener.receive(max(0.0, deadline - time.monotonic()))
             if received is None:
                 self._listener.close()
@@ -84,13 +84,13 @@ class RankConnections:
 
     def record_own(self, outcome: Outcome) -> None:
         """Record how the last call ended on the leading rank."""
-        self._own.append(outcome)
+        self._own_outcomes.append(outcome)
 
     def abort(self, reason: str) -> None:
         """Let no rank wait in a collective until `reset`; where one waits, it raises `reason`."""
         with self._lock:
-            if not self.any_broken:
-                self.any_broken = True
+            if not self.has_broken_rank:
+                self.has_broken_rank = True
                 self._send_to_all(Abort(reason))
                 self._groups.abort(reason)
 
@@ -106,7 +106,7 @@ class RankConnections:
             if not self._closed.is_set():  # the collector may close it at any place
                 raise
 
-    def differences(self) -> list[str]:
+    def await_differences(self) -> list[str]:
         """Wait for all calls; how ranks differ from rank 0. RankDiedError, TimeoutError for a late rank."""
         self.await_answers(self._timeout_s)
         self.check_ranks()
@@ -114,24 +114,24 @@ class RankConnections:
             raise TimeoutError(f"ranks {missing} have not ended a call within {self._timeout_s:g} s")
         texts = [
             f"rank {rank} {answered}, and rank 0 {expected}"
-            for rank, theirs in self._theirs.items()
-            for answered, expected in zip(theirs, self._own, strict=False)
-            if answered.kind != expected.kind or answered.broken
+            for rank, theirs in self._outcomes_of.items()
+            for answered, expected in zip(theirs, self._own_outcomes, strict=False)
+            if answered.kind != expected.kind or answered.is_broken
         ]
         with self._lock:
             self._num_sent = 0
-            for ended in (self._own, *self._theirs.values()):
+            for ended in (self._own_outcomes, *self._outcomes_of.values()):
                 ended.clear()
         return texts
 
     def _missing(self) -> list[int]:
         """Ranks that have not made all calls."""
-        return [rank for rank, theirs in self._theirs.items() if len(theirs) < self._num_sent]
+        return [rank for rank, theirs in self._outcomes_of.items() if len(theirs) < self._num_sent]
 
     def await_answers(self, timeout_s: float) -> None:
         """Wait until each rank has made all calls or is lost, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not self._gone.issuperset(self._missing()):
+        while not self._gone_ranks.issuperset(self._missing()):
             remaining_s = deadline - time.monotonic()
             if not self._receive(max(0.0, min(_POLL_INTERVAL_S, remaining_s))):
                 self._handle_losses()
@@ -147,9 +147,10 @@ class RankConnections:
             peer, message, _ = received
             rank = self._ranks.get(peer)
             if rank is not None and isinstance(message, Outcome):
-                if message.broken:
+                if message.is_broken:
                     self.abort(f"rank {rank} {message}; call reset()")
-                self._theirs[rank].append(message)  # now `await_answers`, which takes no lock, may return
+                # From now on `await_answers`, which takes no lock, may return.
+                self._outcomes_of[rank].append(message)
             elif rank is not None and isinstance(message, Failure):
                 self._mark_lost(rank, message.reason)
             return True
@@ -158,7 +159,7 @@ class RankConnections:
         """Find who is lost; where a rank failed, or is lost, let no other one wait for it."""
         with self._lock:
             for peer, rank in self._ranks.items():
-                if rank in self._gone or self._listener.is_connected(peer):
+                if rank in self._gone_ranks or self._listener.is_connected(peer):
                     continue
                 if not self._receive(0.0):
                     self._mark_lost(rank, "died, or left: its connection is closed")
@@ -169,7 +170,7 @@ class RankConnections:
                 if not self._has_sent_lost:
                     self._has_sent_lost = True
                     self._send_to_all(Lost(self.lost))
-            ended = [self._own, *self._theirs.values()]
+            ended = [self._own_outcomes, *self._outcomes_of.values()]
             alike = min(map(len, ended))  # calls that ended on all ranks
             failed = [
                 f"rank {rank} {outcome}"
@@ -185,7 +186,7 @@ class RankConnections:
                 self._failed_s = min(self._failed_s, now_s)
 
     def _mark_lost(self, rank: int, reason: str) -> None:
-        self._gone.add(rank)
+        self._gone_ranks.add(rank)
         if not (self._has_sent_lost or self._closed.is_set()):  # else it left for that
             self.lost.setdefault(rank, reason)
 
@@ -201,7 +202,7 @@ class RankConnections:
         self._closed.set()
         with self._lock:
             self._send_to_all(Lost(self.lost) if self.lost else Close())
-        while self._theirs.keys() - self._gone and time.monotonic() < deadline:
+        while self._outcomes_of.keys() - self._gone_ranks and time.monotonic() < deadline:
             if not self._receive(0.01):
                 self._handle_losses()
         with self._lock:

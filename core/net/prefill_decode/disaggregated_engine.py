@@ -13,8 +13,8 @@ from ...inference.engines.arguments import Prompt, Salt, checked_prompt
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
-from .messages import check_engine
 from .prefill_client import PrefillClient, RemotePrefill
+from .prefill_messages import check_engine
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,10 @@ class DisaggregatedEngine(AsyncEngine):
         self._min_tokens = integer("min_prefill_tokens", min_prefill_tokens, 1)
         self._prefill_timeout_s = real("timeout_s", timeout_s, 1e-3, LONGEST_TIMEOUT_S)
         self._client = PrefillClient(
-            self.call,
-            instance("store", store, Store),
-            name,
+            self.call, instance("store", store, Store), name,
             silence_s=real("silence_s", silence_s, 1e-3, LONGEST_TIMEOUT_S),
             hand_over_timeout_s=real("hand_over_timeout_s", hand_over_timeout_s, 1e-3, LONGEST_TIMEOUT_S),
-        )
+        )  # fmt: skip
         self._connecting: asyncio.Task[None] | None = None
         self._prefills = PrefillCounts()
 
@@ -133,8 +131,8 @@ class DisaggregatedEngine(AsyncEngine):
 
         Those that have not reached the engine within `timeout_s` are refused.
         """
-        self._usable("drain")
-        self._draining = True
+        self._usable_thread("drain")
+        self._is_draining = True
         self._client.give_up("the engine drains")
         return await super().drain(timeout_s)
 
@@ -168,7 +166,7 @@ class DisaggregatedEngine(AsyncEngine):
             ValueError: a bad argument.
             EngineDeadError, RuntimeError: as `AsyncEngine.stream`.
         """
-        self._accepting("prefill")
+        self._accepting_thread("prefill")
         tokens = checked_prompt("prompt", prompt, self._engine.context.spec.vocab_size)
         return await self._prefill(tokens, salt_bytes("cache_salt", cache_salt))
 
@@ -179,7 +177,7 @@ class DisaggregatedEngine(AsyncEngine):
         if whole < self._min_tokens or whole - await self._cached_tokens(tokens, salt) < self._min_tokens:
             self._count(short=1)
             return None
-        if self._draining:  # since the call was made
+        if self._is_draining:  # since the call was made
             self._count(missed=1)
             return RemotePrefill(failure="the engine drains")
         try:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ..channel import Address, Link, PeerLostError
+from ..message_sockets import Address, Link, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from ..transfer.placement import PrefixCounts
-from . import messages
-from .messages import Answer, Cancel, Computed, EngineCall, Hello, Prefill, connected_channel
+from . import prefill_messages as messages
+from .prefill_messages import Answer, Cancel, Computed, EngineCall, Hello, Prefill, connected_channel
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class PrefillClient:
             try:
                 async with self._connection() as (link, channel):
                     while True:
-                        await self._take(await self._next(link), channel)
+                        await self._handle(await self._next_answer(link), channel)
             except Exception as lost:  # also of the store, or of the engine's thread
                 reason = str(lost)
                 unforeseen = None if isinstance(lost, PeerLostError) else lost
@@ -111,7 +111,7 @@ class PrefillClient:
             self._linked(address) as link,
         ):
             link.send(Hello(messages.PROTOCOL_VERSION, name))
-            first = await self._next(link)
+            first = await self._next_answer(link)
             if not isinstance(first, messages.Beat):
                 reason = getattr(first, "reason", "it sent another answer")
                 raise PeerLostError(f"it does not serve: {reason}")
@@ -134,7 +134,7 @@ class PrefillClient:
         for asked in self._pending.values():
             asked.resolve(RemotePrefill(failure=reason))
 
-    async def _next(self, link: Link) -> Answer:
+    async def _next_answer(self, link: Link) -> Answer:
         """The worker's next message, at most `silence_s` after the last one."""
         deadline = time.monotonic() + self._silence_s
         while (received := link.receive(0.0)) is None:
@@ -144,7 +144,7 @@ class PrefillClient:
         answer: Answer = received[0]
         return answer
 
-    async def _take(self, answer: Answer, channel: TransferChannel) -> None:
+    async def _handle(self, answer: Answer, channel: TransferChannel) -> None:
         if isinstance(answer, Computed):
             computed_s = time.perf_counter()
             report = await self._call(lambda engine: channel.receive())

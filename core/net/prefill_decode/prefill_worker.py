@@ -12,12 +12,12 @@ from ...errors import KVBlockCapacityError, MambaSlotCapacityError, QueueFullErr
 from ...inference.contexts.cache.pins import PinnedPrefix
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, real
-from ..channel import Listener, PeerLostError
+from ..message_sockets import Listener, PeerLostError
 from ..transfer.hand_over import TransferChannel
-from . import messages
-from .messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello, Prefill, Question
+from . import prefill_messages as messages
+from .prefill_messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello, Prefill, Question
 
 logger = logging.getLogger(__name__)
 

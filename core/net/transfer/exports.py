@@ -182,10 +182,7 @@ def forest_of(access: CacheAccess, state_blocks: Sequence[int]) -> tuple[list[in
             node_of[block] = len(tokens)
             tokens.append(content)
     forest = PrefixForest(
-        roots=tuple(roots),
-        salt_key_id=access.engine.salt_key.key_id if roots.keys() - {PUBLIC_ROOT} else "",
-        parents=tuple(parents),
-        tokens=tuple(tokens),
-        states=tuple(node_of[block] for block in state_blocks),
-    )
+        roots=tuple(roots), salt_key_id=access.engine.salt_key.key_id if roots.keys() - {PUBLIC_ROOT} else "",
+        parents=tuple(parents), tokens=tuple(tokens), states=tuple(node_of[block] for block in state_blocks),
+    )  # fmt: skip
     return list(node_of), forest

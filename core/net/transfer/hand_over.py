@@ -1,7 +1,6 @@
 """Cached prefixes from one running replica to another."""
 
 import logging
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,13 +15,13 @@ from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, instance, one_of, real, refused
 from ..all_ranks import described
-from ..channel import PeerLostError
+from ..message_sockets import PeerLostError
 from .exports import CacheAccess, PrefixName, chosen_states, forest_of
 from .format import Description, TransferError, shard_of
-from .imports import CopyError, Incoming, import_received
+from .imports import CopyError, ReceivedPrefixes, import_received
 from .pipe import nccl_facts
 from .placement import ImportReport, Placement
-from .session import GRACE_S, Destination, Offered, Source
+from .session import GRACE_S, Destination, OfferedPrefixes, Source
 
 logger = logging.getLogger(__name__)
 Side = Literal["source", "destination"]
@@ -101,7 +100,7 @@ class TransferChannel:
         self._engine, self._name, self._side = engine, name, side
         self._nccl = None if transport == "messages" else nccl_facts(access.spec.device)
         self._session: Source | Destination | None = None
-        self._closed = False
+        self._is_closed = False
         self._rank = access.rank
 
     @property
@@ -117,10 +116,10 @@ class TransferChannel:
 
     def connect(self, *, timeout_s: float | None = None) -> str:
         """Meet the other side, so that the next hand-over need not; why that failed, or an empty text."""
-        access = self._open("connect", None)
+        access = self._new_access("connect", None)
         try:
             session = self._begin(access, timeout_s)
-            session.run_in_time(session.connect)
+            session.run_until_deadline(session.connect)
         except (TransferError, PeerLostError) as error:
             self._fail("was not connected", error, error)
             return described(error)
@@ -145,10 +144,10 @@ class TransferChannel:
                 nccl are known), in which ranks that are done wait for the last rank.
             RuntimeError: as in `export_prefixes`; or the channel is closed.
         """
-        access = self._open("send", "source")
+        access = self._new_access("send", "source")
         form, state_slots = access.format(), chosen_states(access, prefixes, deepest=True)
         blocks, forest = forest_of(access, list(state_slots))
-        offered = Offered(
+        offered = OfferedPrefixes(
             Description(form, forest, dict(shard_of(access.spec))),
             dict(enumerate(blocks)),
             dict(zip(forest.states, state_slots.values(), strict=True)),
@@ -156,7 +155,7 @@ class TransferChannel:
         session = self._begin(access, timeout_s)
         assert isinstance(session, Source)
         try:
-            sent = session.run_in_time(lambda: session.send(offered))
+            sent = session.run_until_deadline(lambda: session.send(offered))
         except Exception as error:
             self._fail("was not sent", error, error)
             return SendReport(failure=described(error))
@@ -186,17 +185,17 @@ class TransferChannel:
         A failure within this replica, for instance a lost rank, is no miss: it raises, because ranks may then
         differ.
         """
-        access = self._open("receive", "destination")
+        access = self._new_access("receive", "destination")
 
-        def received() -> Incoming:
+        def received() -> ReceivedPrefixes:
             session = self._begin(access, timeout_s)
             assert isinstance(session, Destination)
-            offers = session.run_in_time(session.collect)
+            offers = session.run_until_deadline(session.collect)
 
             def fill(placement: Placement) -> None:
-                session.run_in_time(lambda: session.fill(offers, placement))
+                session.run_until_deadline(lambda: session.fill(offers, placement))
 
-            return Incoming(offers[0][2].forest, fill)
+            return ReceivedPrefixes(offers[0][2].forest, fill)
 
         try:
             return import_received(access, received)
@@ -209,7 +208,7 @@ class TransferChannel:
 
     def close(self) -> None:
         """End the channel on this rank; its name is of no use any more."""
-        self._closed = True
+        self._is_closed = True
         self._disconnect()
         if self._side == "destination":
             thread = Thread(target=self._delete_address, name="hand-over, end", daemon=True)
@@ -226,10 +225,10 @@ class TransferChannel:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open(self, call: str, side: Side | None) -> CacheAccess:
+    def _new_access(self, call: str, side: Side | None) -> CacheAccess:
         if side is not None and side != self._side:
             raise refused("side", self._side, f"{side!r}, which alone calls {call}")
-        if self._closed:
+        if self._is_closed:
             raise RuntimeError(f"{call} is called on a channel that was closed")
         return CacheAccess(self._engine, call)
 
@@ -238,10 +237,9 @@ class TransferChannel:
         timeout_s = _check_timeout(access.spec.groups, self._timeout_s if timeout_s is None else timeout_s)
         if self._session is None:
             kind = Source if self._side == "source" else Destination
-            scrubs = self._engine.config.free_memory == "zero"
-            self._session = kind(self._store, access.spec.device, self._nccl, scrubs)
-        self._session.access = access
-        self._session.timeout_s, self._session.deadline = timeout_s, time.monotonic() + timeout_s
+            self._session = kind(self._store, self._nccl, access, timeout_s)
+        else:
+            self._session.begin(access, timeout_s)
         return self._session
 
     def _fail(self, what: str, error: Exception, cause: BaseException) -> None:
@@ -252,9 +250,8 @@ class TransferChannel:
     def _disconnect(self, reason: str = "") -> None:
         """End the connections; the next call makes them anew."""
         session, self._session = self._session, None
-        if session is not None and not session.lease.revoked:
-            session.lease.revoke()
-            session.close(reason)
+        if session is not None:
+            session.end(reason)
 
 
 def _check_timeout(parallel: ParallelGroups, timeout_s: float) -> float:

@@ -23,7 +23,7 @@ class CopyError(RuntimeError):
     """A rank could not copy its part into its pools; no rank has imported anything, the replica serves on."""
 
 
-class Incoming(NamedTuple):
+class ReceivedPrefixes(NamedTuple):
     """What a rank has received of an export whose format fits this engine."""
 
     forest: PrefixForest
@@ -31,7 +31,7 @@ class Incoming(NamedTuple):
     source: str = ""  # distinguishes the export from others of the same prefixes, where something does
 
     @classmethod
-    def of(cls, shard: PrefixShard, source: str = "") -> "Incoming":
+    def of(cls, shard: PrefixShard, source: str = "") -> "ReceivedPrefixes":
         return cls(shard.forest, lambda placement: placement.write(shard.tensors), source)
 
 
@@ -72,7 +72,7 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
     """
     access = CacheAccess(engine, "import_prefixes")
 
-    def received() -> Incoming:
+    def received() -> ReceivedPrefixes:
         parts = [pieces] if isinstance(pieces, Piece) else pieces
         if not isinstance(parts, Sequence) or isinstance(parts, str):
             raise refused("pieces", pieces, "a PrefixShard, bytes or a list of them")
@@ -86,12 +86,12 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
             if isinstance(part, PrefixShard):
                 shard.check()  # `decode_prefixes` has done so
             shards.append(shard)
-        return Incoming.of(join(shards, shard_of(access.spec)))
+        return ReceivedPrefixes.of(join(shards, shard_of(access.spec)))
 
     return import_received(access, received)
 
 
-def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> ImportReport:
+def import_received(access: CacheAccess, receive: Callable[[], ReceivedPrefixes]) -> ImportReport:
     """Import what all ranks have received; all ranks raise alike, with nothing imported.
 
     ValueError: an argument is wrong on a rank, which raises its own error. TransferError: a rank received
@@ -99,7 +99,7 @@ def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> Imp
     After any other error of this replica, ranks may differ.
     """
 
-    def work(notes: Notes) -> Incoming:
+    def work(notes: Notes) -> ReceivedPrefixes:
         try:
             access.format()  # first: an engine without a weights version waits for nothing
             incoming = receive()
@@ -119,7 +119,7 @@ def import_received(access: CacheAccess, receive: Callable[[], Incoming]) -> Imp
         return _copy_in(access, incoming)
 
 
-def _copy_in(access: CacheAccess, incoming: Incoming) -> ImportReport:
+def _copy_in(access: CacheAccess, incoming: ReceivedPrefixes) -> ImportReport:
     placement = Placement(access, incoming.forest)
 
     def copy(notes: Notes) -> None:

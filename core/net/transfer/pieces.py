@@ -158,17 +158,17 @@ class PoolLease:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self.revoked = False
+        self.is_revoked = False
 
     def revoke(self) -> None:
         """Wait for the thread that holds it, and let no other have it."""
         with self._lock:
-            self.revoked = True
+            self.is_revoked = True
 
     @contextmanager
     def held(self) -> Iterator[None]:
         with self._lock:
-            if self.revoked:
+            if self.is_revoked:
                 raise TransferError("the hand-over was given up")
             yield
 

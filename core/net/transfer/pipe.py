@@ -63,15 +63,23 @@ class MessagePipe:
 
     def __init__(self, send_piece: Callable[[Any], None], acknowledge: Callable[[], None]) -> None:
         self._send_piece, self._acknowledge = send_piece, acknowledge
-        self._num_sent = self.num_acknowledged = 0
+        self._num_sent = self._num_acknowledged = 0
         self._num_received = self._num_expected = 0
         self.arrived: deque[memoryview] = deque()
+
+    def add_arrived(self, payload: memoryview) -> None:
+        """A piece has arrived."""
+        self.arrived.append(payload)
+
+    def add_acknowledged(self) -> None:
+        """The receiver has acknowledged one more piece."""
+        self._num_acknowledged += 1
 
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> MessagePassage:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
         number = self._num_sent = self._num_sent + 1
-        return MessagePassage(lambda: self.num_acknowledged >= number)
+        return MessagePassage(lambda: self._num_acknowledged >= number)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> MessagePassage:
         del free
@@ -117,19 +125,19 @@ class AbortableCommunicator:
         """`communicator`: of nccl4py; its calls do not block."""
         self._communicator = communicator
         self._lock = Lock()
-        self._aborted = False
+        self._is_aborted = False
 
     def call[T](self, use: Callable[[Any], T]) -> T:
         """`use(communicator)`; TransferError after an abort."""
         with self._lock:
-            if self._aborted:
+            if self._is_aborted:
                 raise TransferError("the hand-over was given up")
             return use(self._communicator)
 
     def abort(self) -> None:
         """Abort the communicator, after the call under way. A second call does nothing."""
         is_free = self._lock.acquire(timeout=_CALL_S)
-        was_aborted, self._aborted = self._aborted, True
+        was_aborted, self._is_aborted = self._is_aborted, True
         if is_free:
             self._lock.release()
         if not was_aborted:

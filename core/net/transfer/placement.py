@@ -211,11 +211,9 @@ class Placement:
     def _counts(self, nodes: Iterable[int], states: set[int]) -> PrefixCounts:
         num_blocks = len(set(nodes))
         return PrefixCounts(
-            prefixes=len(states & self._forest.leaves),
-            blocks=num_blocks,
-            states=len(states),
+            prefixes=len(states & self._forest.leaves), blocks=num_blocks, states=len(states),
             tokens=num_blocks * self._access.block_size_tokens,
-        )
+        )  # fmt: skip
 
     def release(self) -> None:
         """Let go of all: what was published stays cached, what was only allocated becomes free."""

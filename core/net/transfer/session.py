@@ -11,16 +11,15 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...devices import on_device_of
 from ...validation import refused, shown
-from ..channel import Address, Link, Listener, PeerLostError
-from . import messages
+from ..message_sockets import Address, Link, Listener, PeerLostError
+from . import hand_over_messages as messages
 from .exports import CacheAccess
 from .format import Description, TransferError, check_shard, decode, encode, shard_of
-from .messages import Offer, Peer, PieceRequest
+from .hand_over_messages import Offer, Peer, PieceRequest
 from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
 from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
 from .placement import Placement
@@ -39,29 +38,30 @@ class Session[Key](ABC):
 
     nccl_rank: int  # of the side, in a communicator
 
-    access: CacheAccess  # of the call under way, as `timeout_s` and `deadline`
-    timeout_s: float
-    deadline: float  # by `time.monotonic`
-
-    def __init__(self, store: Store, device: torch.device, nccl: NcclFacts | None, scrubs: bool) -> None:
-        """`nccl`: what this rank can use; None to do without."""
-        self.store, self.device, self.nccl = store, device, nccl
+    def __init__(self, store: Store, nccl: NcclFacts | None, access: CacheAccess, timeout_s: float) -> None:
+        """Begin the first call. `nccl`: what this rank can use; None to do without."""
+        self.store, self.nccl, self.device = store, nccl, access.spec.device
         self.lease = PoolLease()
-        self.staging = Staging(device, scrubs)
+        self.staging = Staging(self.device, access.engine.config.free_memory == "zero")
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", by which pieces went last
         self.num_bytes = 0  # of the last hand-over
+        self.begin(access, timeout_s)
+
+    def begin(self, access: CacheAccess, timeout_s: float) -> None:
+        """Start the clock of a call."""
+        self.access, self.timeout_s, self.deadline = access, timeout_s, time.monotonic() + timeout_s
 
     @abstractmethod
-    def pump(self, peer: Peer, timeout_s: float) -> None:
+    def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         """Wait for messages; PeerLostError where `peer` is gone and all its messages were received."""
 
     def remaining_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def check_time(self, absent: str = "") -> None:
+    def check_deadline(self, absent: str = "") -> None:
         """Raise where the caller has given up, or no time remains; `absent` did not come in time."""
-        if self.lease.revoked:
+        if self.lease.is_revoked:
             raise TransferError("the hand-over was given up")
         if self.remaining_s() <= 0:
             if absent:
@@ -72,8 +72,10 @@ class Session[Key](ABC):
         """Wait for a condition as long as the peer and the clock let it; what NCCL does is polled."""
         began = time.monotonic()
         while not condition():
-            self.check_time()
-            self.pump(peer, 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s())))
+            self.check_deadline()
+            self.receive_messages(
+                peer, 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s()))
+            )
             if over_nccl:
                 time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
             peer.check_not_refused()
@@ -91,11 +93,11 @@ class Session[Key](ABC):
         self, move: Callable[..., T], peer: Peer, request: PieceRequest, rows: tuple[list[int], list[int]]
     ) -> T:
         """`send_pieces` or `receive_pieces` of what `request` names; `rows`: blocks and slots."""
-        pipe: MessagePipe | NcclPipe | None = peer.messages
+        pipe: MessagePipe | NcclPipe | None = peer.message_pipe
         if request.over_nccl:
             if request.nccl_id:
-                peer.nccl = NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s)
-            if (pipe := peer.nccl) is None:
+                peer.keep_nccl(NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s))
+            if (pipe := peer.nccl_pipe) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
         layout = PieceLayout(self.access.format(), request.part or {}, len(rows[0]), len(rows[1]))
         with self.staging.on_stream():
@@ -106,7 +108,7 @@ class Session[Key](ABC):
         self.num_bytes += sum(layout.sizes)
         return moved
 
-    def run_in_time[T](self, work: Callable[[], T]) -> T:
+    def run_until_deadline[T](self, work: Callable[[], T]) -> T:
         """Do `work` in a thread; return or raise its outcome, at most `GRACE_S` after the deadline.
 
         A thread that is not done by then touches no pool any more, and ends the session itself.
@@ -145,7 +147,7 @@ class Session[Key](ABC):
                     peer.send(messages.Refusal(reason[: messages.MAX_REASON_LETTERS]))
             if peer.link is not None:
                 peer.link.close()
-            if peer.nccl is not None and not peer.nccl.close():
+            if peer.nccl_pipe is not None and not peer.nccl_pipe.close():
                 _leaked.append(self.staging)
                 self.staging = Staging(self.device, self.staging.scrubs)
 
@@ -154,8 +156,14 @@ class Session[Key](ABC):
         self.disconnect(self.peers, reason)
         self.staging.scrub()
 
+    def end(self, reason: str) -> None:
+        """Close, unless the thread of a call that was given up does."""
+        if not self.lease.is_revoked:
+            self.lease.revoke()
+            self.close(reason)
 
-class Offered(NamedTuple):
+
+class OfferedPrefixes(NamedTuple):
     """Cached prefixes of the source; `blocks`: node -> block; `slots`: node -> slot, of `forest.states`."""
 
     description: Description
@@ -184,7 +192,7 @@ class Source(Session[Address]):
                     raise PeerLostError(f"{name} was lost: {error}") from error
                 self.peers[address] = Peer(name, link.send, link.is_connected, link)
 
-    def pump(self, peer: Peer, timeout_s: float) -> None:
+    def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         assert peer.link is not None
         if (found := peer.link.receive(timeout_s)) is not None:
             peer.take(*found)
@@ -194,7 +202,7 @@ class Source(Session[Address]):
         name = f"rank {rank} of the destination"
         try:  # one call, which waits for no key: the destination deletes its own as it closes
             while (data := bytes(self.store.compare_set(f"{rank}", _ABSENT, _ABSENT))) == _ABSENT.encode():
-                self.check_time(name)
+                self.check_deadline(name)
                 time.sleep(0.01)
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
@@ -207,7 +215,7 @@ class Source(Session[Address]):
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
-    def send(self, offered: Offered) -> tuple[int, int, float]:
+    def send(self, offered: OfferedPrefixes) -> tuple[int, int, float]:
         """Offer prefixes, send what is wanted; returns the receivers, and the bytes and seconds of all."""
         groups = self.access.spec.groups
         answers = self._answers(Offer(groups.rank, groups.size, encode(offered.description), self.nccl))
@@ -234,23 +242,23 @@ class Source(Session[Address]):
                     peer.send(offer)
                     offered.add(peer)
             except PeerLostError as error:
-                if answers or self.remaining_s() <= 0 or self.lease.revoked:
+                if answers or self.remaining_s() <= 0 or self.lease.is_revoked:
                     raise TransferError(str(error)) from error
                 time.sleep(0.02)
                 continue
             for peer in set(self.peers.values()) - answers.keys():
                 try:
-                    self.pump(peer, _POLL_INTERVAL_S / len(self.peers))
+                    self.receive_messages(peer, _POLL_INTERVAL_S / len(self.peers))
                 except PeerLostError as error:
                     if answers or peer.is_connected():  # it has sent an invalid message
                         raise TransferError(f"{peer.name} was lost: {error}") from error
                 if peer.inbox:
                     answers[peer] = self.expect(peer, PieceRequest)
                 else:
-                    self.check_time(peer.name)
+                    self.check_deadline(peer.name)
         return [(peer, answers[peer]) for peer in self.peers.values()]
 
-    def _send_part(self, peer: Peer, request: PieceRequest, offered: Offered) -> None:
+    def _send_part(self, peer: Peer, request: PieceRequest, offered: OfferedPrefixes) -> None:
         part = request.part or {}
         check_shard(offered.description.format, part)
         sources_for([shard_of(self.access.spec)], part)  # raises for what this rank does not hold
@@ -273,16 +281,19 @@ class Destination(Session[bytes]):
     """The destination's rank: listens for all ranks of the source."""
 
     nccl_rank = 0
-    listener: Listener | None = None
-    _offers: dict[int, tuple[Peer, Offer]]  # rank -> its newest offer
-    _looked = 0.0
+
+    def __init__(self, store: Store, nccl: NcclFacts | None, access: CacheAccess, timeout_s: float) -> None:
+        super().__init__(store, nccl, access, timeout_s)
+        self._listener: Listener | None = None
+        self._offers: dict[int, tuple[Peer, Offer]] = {}  # rank -> its newest offer
+        self._looked_s = 0.0  # when `receive_messages` last looked whether a peer is connected
 
     def connect(self) -> None:
         """Make the listener, and publish its address."""
-        if self.listener is None:
-            self.listener, self._offers = Listener(messages.Message), {}
+        if self._listener is None:
+            self._listener = Listener(messages.Message)
             groups = self.access.spec.groups
-            endpoint = messages.Endpoint(messages.PROTOCOL_VERSION, self.listener.address, groups.size)
+            endpoint = messages.Endpoint(messages.PROTOCOL_VERSION, self._listener.address, groups.size)
             self.store.set(f"{groups.rank}", msgspec.json.encode(endpoint).decode())
 
     def collect(self) -> list[tuple[Peer, Offer, Description]]:
@@ -290,7 +301,7 @@ class Destination(Session[bytes]):
         self.connect()
         self._take_messages(0.0)
         while (missing := self._missing_rank()) is not None:
-            self.check_time(f"rank {missing} of the source")
+            self.check_deadline(f"rank {missing} of the source")
             self._take_messages(min(_POLL_INTERVAL_S, max(0.0, self.remaining_s())))
         newest = [self._offers.pop(rank) for rank in range(self._offers[0][1].ranks)]
         offers = []
@@ -322,7 +333,7 @@ class Destination(Session[bytes]):
                     peer.send(PieceRequest())
                     continue
                 over_nccl = self.nccl is not None and self.nccl.fits(offer.nccl)
-                new_id = new_nccl_id() if over_nccl and peer.nccl is None else b""
+                new_id = new_nccl_id() if over_nccl and peer.nccl_pipe is None else b""
                 asked.append((peer, PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
         rows = list(blocks.values()), list(slots.values())
@@ -340,14 +351,14 @@ class Destination(Session[bytes]):
 
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""
-        assert self.listener is not None
-        while (found := self.listener.receive(timeout_s)) is not None:
+        assert self._listener is not None
+        while (found := self._listener.receive(timeout_s)) is not None:
             connection, message, payload = found
             timeout_s = 0.0
             if isinstance(message, Offer):
                 if connection not in self.peers:
-                    send = partial(self.listener.send, connection)
-                    is_connected = partial(self.listener.is_connected, connection)
+                    send = partial(self._listener.send, connection)
+                    is_connected = partial(self._listener.is_connected, connection)
                     self.peers[connection] = Peer(f"rank {message.rank} of the source", send, is_connected)
                 self.peers[connection].inbox.clear()
                 self._offers[message.rank] = self.peers[connection], message
@@ -356,22 +367,22 @@ class Destination(Session[bytes]):
                     self._offers = {rank: own for rank, own in self._offers.items() if own[0] is not peer}
                 peer.take(message, payload)
 
-    def pump(self, peer: Peer, timeout_s: float) -> None:
+    def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
         if (
-            time.monotonic() - self._looked >= _POLL_INTERVAL_S
+            time.monotonic() - self._looked_s >= _POLL_INTERVAL_S
             and not peer.inbox
-            and not peer.messages.arrived
+            and not peer.message_pipe.arrived
         ):
-            self._looked = time.monotonic()
+            self._looked_s = time.monotonic()
             if not peer.is_connected():
                 self._take_messages(0.0)
-                if not peer.inbox and not peer.messages.arrived:
+                if not peer.inbox and not peer.message_pipe.arrived:
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:
         """End all connections, and the listener."""
         super().close(reason)
-        listener, self.listener = self.listener, None
+        listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mambaslots.cli import doctor, self_test
+from mambaslots.cli import doctor, doctor_checks
 from mambaslots.cli.main import main
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
 from mambaslots.inference.contexts.step_inputs import StepInputs
@@ -21,7 +21,7 @@ TORCH = importlib.metadata.version("torch")
 
 @pytest.fixture
 def _model_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "check_model", lambda model: "not checked")
+    monkeypatch.setattr(doctor_checks, "check_model", lambda model: "not checked")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -51,7 +51,7 @@ class Off(HybridLM):
 def test_a_model_that_computes_something_else_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(self_test, "HybridLM", Off)
+    monkeypatch.setattr(doctor_checks, "HybridLM", Off)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "WRONG the self-test runs to its end: ModelError: DECODE DIFFERS" in printed
@@ -83,7 +83,7 @@ def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def fail(*arguments: object, **more: object) -> None:
         raise RuntimeError("no kernel image\nis available")
 
-    monkeypatch.setattr(self_test, "small_model", fail)
+    monkeypatch.setattr(doctor_checks, "small_model", fail)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "  nothing: RuntimeError: no kernel image is available\n" in printed
@@ -114,7 +114,7 @@ def test_a_source_tree_without_an_installation_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "PACKAGE", "no-such-package")
-    monkeypatch.setattr(self_test, "checks", lambda device: iter(()))
+    monkeypatch.setattr(doctor_checks, "checks", lambda device: iter(()))
     assert main(["doctor", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     said = "no-such-package: not installed; `pip install no-such-package` brings it"

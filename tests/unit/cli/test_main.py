@@ -1,6 +1,7 @@
 """The command line: what it accepts, how it says mistakes, and what its options become."""
 
 import importlib.metadata
+import io
 import re
 import socket
 import subprocess
@@ -11,9 +12,10 @@ from typing import Any
 import mambaslots as ms
 import pytest
 from mambaslots.cli import serve
+from mambaslots.cli.engine_setup import inference_config
 from mambaslots.cli.main import COMMANDS, main, make_parser
+from mambaslots.cli.model_choice import chosen_model
 from mambaslots.cli.serve import read_keys, server_settings
-from mambaslots.cli.setup import inference_config
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.replay.read_trace import read_trace
 
@@ -24,7 +26,8 @@ MODEL = str(Path(__file__).parents[3] / "models/tiny-code")
 def config_of(*options: str, memory_gb: float = 1.0, **model: Any) -> ms.InferenceConfig:
     spec = ms.models.HybridLM(ms.models.HybridConfig.tiny(**model), seed=0).state_spec()
     words = ["serve", MODEL, "--memory-gb", str(memory_gb), *options]
-    return inference_config(spec, make_parser().parse_args(words), 8192)
+    options = make_parser().parse_args(words)
+    return inference_config(spec, options, 8192, chosen_model(options)[1])
 
 
 def test_python_m_runs_the_command() -> None:
@@ -238,6 +241,49 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded_by_the_rank_that_se
             serve._checked_settings(options)
         monkeypatch.setenv("RANK", "1")
         serve._checked_settings(options)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_file_is_run_and_the_hub_asked_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: (asked.append(name), MODEL)[1])
+    policies: list[Any] = []
+    monkeypatch.setattr(
+        "mambaslots.serve.serve",
+        lambda engine, *others: (policies.append(engine.config.eviction_policy), 0)[1],
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    policy, ran = tmp_path / "mine.py", tmp_path / "ran"
+    policy.write_text(
+        "from mambaslots.inference.contexts.cache.eviction import LRUEviction\n\n"
+        "class Mine(LRUEviction):\n    pass\n\n"
+        f"with open({str(ran)!r}, 'a') as file:\n    file.write('1')\n"
+    )
+    words = ["--memory-gb", "0.05", "--device", "cpu", "--eviction", f"{policy}:Mine"]
+    assert main([command, "someone/tiny-code", *words, *(["--port", "0"] if command == "serve" else [])]) == 0
+    assert (asked, ran.read_text()) == (["someone/tiny-code"], "1")
+    assert [type(policy).__name__ for policy in policies] == ["Mine"] * (command == "serve")
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: pytest.fail("it was downloaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "someone/tiny-code", "--port", str(taken.getsockname()[1])]) != 0
+    assert "cannot listen at" in capsys.readouterr().err
+
+
+def test_the_port_of_a_cluster_that_is_joined_may_be_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ray Serve, which listens there for all its applications."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["serve", MODEL, "--replicas", "2", "--port", str(taken.getsockname()[1])]
+        serve._checked_settings(make_parser("serve").parse_args(words))
 
 
 def test_traffic_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from mambaslots.cli.main import main, make_parser
-from mambaslots.cli.processes import ReplicaEngine, _only_data, weights_version
+from mambaslots.cli.serve_processes import ReplicaEngineFactory, _only_data, weights_version
 from mambaslots.fleet import FleetSettings
 from mambaslots.loaded_model import LoadedText
 
@@ -39,7 +39,7 @@ def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.C
 def test_what_makes_no_sense_together_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", MODEL, "--port", "0", "--replicas", "2", "--record", str(tmp_path / "trace")]) == 2
     assert "--record and --replicas are both given" in capsys.readouterr().err
-    assert main(["serve", "/no/model", "--replicas", "2"]) == 2
+    assert main(["serve", "/no/model", "--port", "0", "--replicas", "2"]) == 2
     assert "'/no/model' is no folder" in capsys.readouterr().err
 
 
@@ -62,12 +62,12 @@ def test_options_reach_replicas_and_secrets_do_not(monkeypatch: pytest.MonkeyPat
     called: dict[str, Any] = {}
 
     def serve_replicas(
-        make: ReplicaEngine, text: Callable[[], LoadedText], salt_key: str, *settings: Any, device: str
+        make: ReplicaEngineFactory, text: Callable[[], LoadedText], salt_key: str, *settings: Any, device: str
     ) -> int:
         called.update(make=make, text=text, salt_key=salt_key, settings=settings, device=device)
         return 7
 
-    monkeypatch.setattr("mambaslots.fleet.server.serve_replicas", serve_replicas)
+    monkeypatch.setattr("mambaslots.fleet.fleet_server.serve_replicas", serve_replicas)
     monkeypatch.delenv("MAMBASLOTS_SALT_KEY", raising=False)
     (tmp_path / "keys").write_text("alice:the-key-of-alice\n")
     words = ["--replicas", "2:5", "--tp", "2", "--ingresses", "2", "--max-requests", "6", "--trace"]

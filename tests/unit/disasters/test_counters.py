@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import monitor_metrics, text_of
+from mambaslots.serve.prometheus_text import monitor_metrics, text_of
 from mambaslots.text import GenerationDefaults
 from oracle.fleet import SALT_KEY, Replicas
 from oracle.recurrent_lm import RecurrentLM

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots.inference.engines.engine_core import signals_deferred
 from oracle.budget import is_quick
 from oracle.faults import InjectedError, Interrupted, acting, failing
 from oracle.fresh_process import run_code
@@ -137,6 +138,28 @@ def test_an_error_at_any_place_loses_no_token(call: str, error: type[BaseExcepti
         reached.append(place)
         check_goes_on(engine, stream)
     assert reached
+
+
+@pytest.mark.parametrize("place", ["entering", "leaving"])
+def test_control_c_while_handlers_change_leaves_all_as_they_were(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    change, changed = signal.signal, list[int]()
+
+    def changing(number: int, handler: Any) -> Any:
+        old = change(number, handler)
+        changed.append(number)
+        if len(changed) == 1 + 2 * (place == "leaving"):  # after the first one, SIGINT's
+            raise KeyboardInterrupt
+        return old
+
+    monkeypatch.setattr(signal, "signal", changing)
+    with pytest.raises(KeyboardInterrupt), signals_deferred():
+        pass
+    monkeypatch.undo()
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 @pytest.mark.parametrize("call", ["step", "stream", "generate"])

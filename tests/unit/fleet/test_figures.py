@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mambaslots.fleet.figures import ReplicaReport, merged_snapshot, numbers_of_all
 from mambaslots.fleet.replica_questions import GONE_S, Ingresses, IngressQuestion
-from oracle.operations_snapshot import EVERY_S, TIME_S, snapshot
+from mambaslots.fleet.replica_reports import ReplicaReport, counts_of_all, merged_snapshot
+from oracle.operations_snapshot import INTERVAL_S, TIME_S, snapshot
 
 
 def test_one_replica_is_shown_as_it_is() -> None:
@@ -57,7 +57,7 @@ def test_points_of_one_interval_are_added(shift_s: float) -> None:
     points = series["points"]
     times = [point["time_s"] for point in points]
     assert times == sorted(set(times))
-    assert all(TIME_S - 2 * EVERY_S <= time <= TIME_S for time in times[-1:])
+    assert all(TIME_S - 2 * INTERVAL_S <= time <= TIME_S for time in times[-1:])
     lost = [] if shift_s >= 0 else one["series"]["points"][-1:]
     for name in ("prompt", "generated"):
         whole = 2 * sum(point[name] for point in one["series"]["points"])
@@ -68,7 +68,7 @@ def test_points_of_one_interval_are_added(shift_s: float) -> None:
 
 
 def _no_points() -> dict[str, Any]:
-    return {"every_s": EVERY_S, "points": []}
+    return {"every_s": INTERVAL_S, "points": []}
 
 
 def test_the_numbers_of_ingresses_are_added_once_each() -> None:
@@ -77,8 +77,8 @@ def test_the_numbers_of_ingresses_are_added_once_each() -> None:
         ReplicaReport("r0", (), {}, {"a": {"requests": 3}, "b": {"requests": 5, "retries": 1}}),
         ReplicaReport("r1", (), {}, {"b": {"requests": 7}}),
     ]
-    assert numbers_of_all("a", {"requests": 4}, reports) == {"requests": 11, "retries": 1}
-    assert numbers_of_all("a", {"requests": 4}, []) == {"requests": 4}
+    assert counts_of_all("a", {"requests": 4}, reports) == {"requests": 11, "retries": 1}
+    assert counts_of_all("a", {"requests": 4}, []) == {"requests": 4}
 
 
 async def _no_call(function: Callable[[Any], Any]) -> None:
@@ -91,8 +91,8 @@ def test_an_ingress_that_is_gone_has_no_requests_and_keeps_its_counts() -> None:
     numbers = {"requests": 3, "requests_waiting": 1, "requests_running": 2}
     assert ingresses.answer(IngressQuestion("a", True, numbers)) is None
     assert ingresses.answer(IngressQuestion("b", True, {"requests": 1})) is None
-    assert ingresses.numbers == {"a": numbers, "b": {"requests": 1}}
+    assert ingresses.counts == {"a": numbers, "b": {"requests": 1}}
     now_s = 2 * GONE_S
     ingresses.answer(IngressQuestion("b", True, {"requests": 2}))
     ended = {"requests": 3, "requests_waiting": 0, "requests_running": 0}
-    assert ingresses.numbers == {"a": ended, "b": {"requests": 2}}
+    assert ingresses.counts == {"a": ended, "b": {"requests": 2}}

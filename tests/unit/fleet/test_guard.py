@@ -14,7 +14,7 @@ def kept(*arguments, **options):
     print(made.pid, flush=True)
     return made
 guard.subprocess.Popen = kept
-guard.kill_when_still(2.0)
+guard.kill_when_stalled(2.0)
 time.sleep(60)
 """
 

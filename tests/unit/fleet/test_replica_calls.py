@@ -38,7 +38,7 @@ class Handle:
 
 
 def raised(error: Exception) -> BaseException:
-    from mambaslots.fleet.calls import ReplicaCalls
+    from mambaslots.fleet.replica_calls import ReplicaCalls
 
     handle = Handle(error)
 
@@ -76,17 +76,18 @@ def test_errors_of_ray_serve_and_of_the_replica() -> None:
     assert isinstance(raised(DeploymentUnavailableError(deployment)), NoReplicaError)
     assert isinstance(raised(ReplicaUnavailableError("a")), ReplicaLostError)
     assert isinstance(raised(KeyError("a mistake")), KeyError)
+    for error in (ConnectionError("reset"), TimeoutError("late")):  # of the way to the replica
+        assert isinstance(raised(error), ReplicaLostError)
 
 
 class Asked:
     """As much of Ray's `RunningReplica` as a question uses: it answers with a value, or raises it."""
 
     def __init__(self, value: Any, after_s: float) -> None:
-        self._actor_replica_wrapper = self
         self._value, self._after_s = value, after_s
         self.num_open = self.most_open = 0
 
-    def send_request_python(self, question: Any, *, with_rejection: bool) -> "Asked":
+    def try_send_request(self, question: Any, with_rejection: bool) -> "Asked":
         assert not with_rejection  # a replica whose queue is full answers, too
         self.arguments = question.metadata.call_method, *question.args
         return self
@@ -104,7 +105,7 @@ class Asked:
 
 
 def test_a_replica_that_is_late_or_raises_takes_nothing_from_the_others() -> None:
-    from mambaslots.fleet.calls import answers_of
+    from mambaslots.fleet.replica_calls import answers_of
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -122,14 +123,20 @@ def test_a_replica_that_is_late_or_raises_takes_nothing_from_the_others() -> Non
     asyncio.run(main())
 
 
-def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow replica has one open question, and delays none of the others; silence is by its last answer."""
+def test_an_ingress_asks_a_replica_again_once_it_has_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slow replica has one open question, and delays none of the others; silence is by its last answer.
+
+    An answer that is lost, by whatever error, may have had changes: the replica then says all that it holds.
+    """
     from mambaslots.fleet import ingress
     from ray.exceptions import ActorDiedError, RaySystemError
 
     monkeypatch.setattr(ingress, "_QUESTION_S", 0.01)
     quick, slow = Asked(SimpleNamespace(events=None), 0.0), Asked(SimpleNamespace(events=None), 60.0)
     failing, dead = Asked(RaySystemError("cut"), 0.0), Asked(ActorDiedError(), 0.0)
+    cut = Asked(ConnectionError("reset"), 0.0)
     known = KnownReplicas()
     answers: Counter[str] = Counter()
     monkeypatch.setattr(known, "record_answer", lambda name, events: answers.update([name]))
@@ -137,8 +144,9 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
     async def main() -> None:
         asking = ingress.Ingress.__new__(ingress.Ingress)
         asking._known = known
-        asking._engine = SimpleNamespace(name="one", numbers={"requests": 3})  # type: ignore[assignment]
-        known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead})
+        asking._engine = SimpleNamespace(name="one", counts={"requests": 3})  # type: ignore[assignment]
+        known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead, "cut": cut})
+        known._complete_replicas |= {"slow", "failing", "cut"}
         listening = asyncio.create_task(asking._listen())
         async with asyncio.timeout(30):
             while answers["quick"] < 20 or "dead" in known.replicas:
@@ -149,7 +157,11 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(monkeypatch: pytes
     assert answers.keys() == {"quick"}
     assert [one.most_open for one in (quick, slow, failing, dead)] == [1, 1, 1, 1]
     assert quick.arguments == ("status", IngressQuestion("one", True, {"requests": 3}))
-    assert sorted(known.replicas) == ["failing", "quick", "slow"]
+    assert sorted(known.replicas) == ["cut", "failing", "quick", "slow"]
+    assert [name for name in ("slow", "failing", "cut") if known.lacks_states(name)] == ["failing", "cut"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "mambaslots: no answer of replica cut: ConnectionError('reset')"
+    ]
 
 
 class Silent(Handle):
@@ -169,16 +181,16 @@ def test_a_stream_is_lost_with_a_replica_that_answers_no_question(
     monkeypatch: pytest.MonkeyPatch, others_answer: bool
 ) -> None:
     """A replica that is busy answers questions; and where no replica answers, none is better."""
-    from mambaslots.fleet import calls
+    from mambaslots.fleet import replica_calls
 
-    monkeypatch.setattr(calls, "_POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(replica_calls, "_POLL_INTERVAL_S", 0.02)
     now = [0.0]
     known = KnownReplicas(lambda: now[0])
     known.set_replicas({"a": None, "b": None})
 
     async def parts_of(handle: Handle, answering: str) -> int:
         number, handle.known = 0, known
-        async for _ in calls.ReplicaCalls(handle, known).stream(REQUEST):
+        async for _ in replica_calls.ReplicaCalls(handle, known).stream(REQUEST):
             number += 1
             now[0] += 6.0
             if answering:

@@ -17,7 +17,7 @@ TEXTS = [random_tokens(40, seed) for seed in range(24)]
 @pytest.fixture(autouse=True)
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "WINDOW_TOKENS", 400)
-    monkeypatch.setattr(monitor_module, "_JUDGE_EVERY_S", 0.0)
+    monkeypatch.setattr(monitor_module, "_JUDGE_INTERVAL_S", 0.0)
 
 
 class Clock:

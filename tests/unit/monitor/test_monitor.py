@@ -11,7 +11,7 @@ import pytest
 from mambaslots.inference.contexts.cache.pool_stats import STATE_REMOVAL_CAUSES
 from mambaslots.monitor import Monitor, advice
 from mambaslots.monitor.advice import why_not_deeper
-from mambaslots.request import FinishReason
+from mambaslots.params_and_results import FinishReason
 from oracle.faults import InjectedError, failing
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine

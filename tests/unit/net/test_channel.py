@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from mambaslots.net import channel
-from mambaslots.net.channel import Link, Listener, PeerLostError
+from mambaslots.net import message_sockets
+from mambaslots.net.message_sockets import Link, Listener, PeerLostError
 
 WAIT_S = 5.0
 
@@ -19,7 +19,7 @@ class Word(msgspec.Struct, tag=True):
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
-    monkeypatch.setattr(channel, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(message_sockets, "MAX_BYTES", 1 << 20)
     listener = Listener(Word, hosts=("127.0.0.1",))
     yield listener
     listener.close()

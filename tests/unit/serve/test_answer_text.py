@@ -27,7 +27,7 @@ def test_pieces_are_the_text_before_the_stop(groups: list[list[int]], stops: lis
     answer = AnswerText(CODEC, stops, previous=0, keeps_tokens=keeps)
     pieces, num_pushed = [], 0
     for group in groups:
-        if answer.stopped:
+        if answer.has_stopped:
             break
         pieces.append(answer.push([GeneratedToken(token, -float(token)) for token in group]))
         num_pushed += len(group)
@@ -35,7 +35,7 @@ def test_pieces_are_the_text_before_the_stop(groups: list[list[int]], stops: lis
     text = "".join(piece.text for piece in pieces)
     all_tokens = [token for group in groups for token in group]
     expected, found = cut_by_force(CODEC.decode(all_tokens), stops)
-    assert (text, answer.stopped) == (expected, found)
+    assert (text, answer.has_stopped) == (expected, found)
     tokens = [token for piece in pieces for token in piece.tokens]
     ids = [token.token for token in tokens]
     assert ids == (all_tokens[: len(ids)] if keeps else [])
@@ -93,19 +93,19 @@ def test_the_text_before_the_first_stop_string_is_returned(pieces: list[str], st
         whole += piece
         returned += matcher.push(piece)
         expected, found = cut_by_force(whole, stops)
-        assert matcher.found == found
+        assert matcher.is_found == found
         kept = 0 if found else num_undecided(whole, stops)
         assert returned == expected[: len(expected) - kept]
         assert matcher.num_returned == len(returned)
     returned += matcher.finish()
-    assert (returned, matcher.found) == cut_by_force(whole, stops)
+    assert (returned, matcher.is_found) == cut_by_force(whole, stops)
     assert matcher.num_returned == len(returned)
 
 
 def test_nothing_comes_after_a_stop_string() -> None:
     matcher = StopStrings(["stop"])
     assert [matcher.push(piece) for piece in ("a s", "to", "p b", " c")] == ["a ", "", "", ""]
-    assert matcher.found
+    assert matcher.is_found
     assert matcher.finish() == ""
 
 

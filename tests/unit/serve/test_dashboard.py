@@ -14,9 +14,9 @@ from oracle.serving import small_engine
 
 pytest.importorskip("prometheus_client")
 
-from mambaslots.fleet.figures import fleet_metrics
+from mambaslots.fleet.replica_reports import fleet_metrics
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import connection_metrics, monitor_metrics, text_of
+from mambaslots.serve.prometheus_text import connection_metrics, monitor_metrics, text_of
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))

@@ -223,8 +223,8 @@ def test_a_text_that_cannot_fit_is_refused(served: Served) -> None:
 def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
     entered, held = threading.Event(), threading.Event()
     with serving(tiny_loaded(), small_config()) as served:
-        preparation = served.app.state.service.preparation
-        prepare = preparation.completion
+        job_factory = served.app.state.service.job_factory
+        prepare = job_factory.completion_job
 
         def hold(body: bytes, salt: str | None) -> Any:
             if len(body) > 10_000:
@@ -232,7 +232,7 @@ def test_a_long_body_that_is_prepared_holds_up_no_short_one() -> None:
                 assert held.wait(PATIENCE_S)
             return prepare(body, salt)
 
-        preparation.completion = hold
+        job_factory.completion_job = hold
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(served.post, "/v1/completions", {"prompt": "a" * 300_000})
             assert entered.wait(PATIENCE_S)
@@ -348,7 +348,7 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     assert served.get(f"/v1/{secret}", authorization=f"Bearer {secret}").status == 401
     assert served.get(f"/v1/{secret}", **key).status == 404
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served.app.state.service.preparation, "completion", _raise)
+        patch.setattr(served.app.state.service.job_factory, "completion_job", _raise)
         reply = served.post("/v1/completions", good, **key)
     assert reply.status == 500
     assert secret not in reply.error["message"]

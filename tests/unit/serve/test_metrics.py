@@ -5,14 +5,14 @@ from typing import get_args
 
 import mambaslots as ms
 import pytest
-from mambaslots.request import FinishReason
+from mambaslots.params_and_results import FinishReason
 from oracle.observed import Recorder
 from oracle.serving import random_tokens, small_engine
 
 pytest.importorskip("prometheus_client")
 
 from mambaslots.monitor import Monitor
-from mambaslots.serve.metrics import monitor_metrics, text_of
+from mambaslots.serve.prometheus_text import monitor_metrics, text_of
 from prometheus_client.parser import text_string_to_metric_families
 
 PARAMS = ms.SamplingParams(max_tokens=5)

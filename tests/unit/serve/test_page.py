@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from mambaslots.serve import ServerSettings, make_app
 from mambaslots.serve.app import page_router
-from mambaslots.serve.middleware import AccessMiddleware, Keys
+from mambaslots.serve.middleware import AccessMiddleware, ApiKeys
 
 TINY_CODE = Path(__file__).parents[3] / "models/tiny-code"
 NOTHING = "\u2013"  # a dash
@@ -27,7 +27,7 @@ HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\"'&amp;\u202e\u
 def an_app(shown: dict[str, Any], admin_key: str | None = None, **api_keys: str) -> FastAPI:
     """The page's routes behind the server's middleware, over one snapshot, `app.state.shown`."""
     app = FastAPI()
-    app.add_middleware(AccessMiddleware, keys=Keys(api_keys, admin_key))
+    app.add_middleware(AccessMiddleware, keys=ApiKeys(api_keys, admin_key))
     app.include_router(page_router)
     app.state.shown = shown
 

@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 from mambaslots.serve.app import page_router
-from mambaslots.serve.middleware import AccessMiddleware, Keys
+from mambaslots.serve.middleware import AccessMiddleware, ApiKeys
 from oracle.browser import PageServer
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ MEDIA_TYPES = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[PageServer]:
     app = FastAPI()
-    app.add_middleware(AccessMiddleware, keys=Keys({}, "open-sesame"))
+    app.add_middleware(AccessMiddleware, keys=ApiKeys({}, "open-sesame"))
     app.include_router(page_router)
 
     async def shown() -> dict[str, Any]:

@@ -104,8 +104,14 @@ class TestSteps:
         shape = data.draw(steps(largest, chunk_size))
         most = data.draw(st.integers(0, largest.prefill_tokens))
         buckets = GraphBuckets(
-            largest.prefills, largest.table_blocks, most, chunk_size, 64, largest.decode_tokens, ladder=True
-        )
+            largest.prefills,
+            largest.table_blocks,
+            most,
+            chunk_size,
+            64,
+            largest.decode_tokens,
+            uses_rungs=True,
+        )  # fmt: skip
         for asked in (shape, padded_to_ladder(shape)):
             fitting = buckets.smallest(asked)
             if fitting is not None:
@@ -120,21 +126,21 @@ class TestSteps:
             assert buckets.smallest(shape) is None
 
     def test_captured_shapes_are_few(self):
-        buckets = GraphBuckets(100, 8, 512, 64, 64, ladder=True)
+        buckets = GraphBuckets(100, 8, 512, 64, 64, uses_rungs=True)
         decodes = {buckets.smallest(StepShape(n, 0, 0, 0, 8, n, 0, 0, n)).decodes for n in range(1, 101)}
         assert decodes == {32, 64, 128}
         tokens = {
             buckets.smallest(StepShape(0, 1, n, n, 8, n, n // 64 + 1, 0, 1)).tokens for n in range(1, 513)
         }
         assert tokens == {32, 64, 128, 256, 512}
-        drafts = GraphBuckets(100, 8, 512, 64, 64, decode_tokens=4, ladder=True)
+        drafts = GraphBuckets(100, 8, 512, 64, 64, decode_tokens=4, uses_rungs=True)
         shape = drafts.smallest(StepShape(3, 0, 0, 0, 8, 12, 0, 0, 12, 3))
         assert (shape.decodes, shape.decode_tokens, shape.logits) == (8, 4, 32)
 
     @pytest.mark.parametrize("ladder", [False, True])
     def test_runners_pad(self, ladder):
         spec = small_model().state_spec()
-        buckets = GraphBuckets(8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, ladder=ladder)
+        buckets = GraphBuckets(8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, uses_rungs=ladder)
         prefill, decode = StepShape(1, 1, 7, 7, 3, 8, 3, 1, 1), StepShape(3, 0, 0, 0, 3, 3, 0, 0, 3)
         eager, graphed = (small_engine(decode_by_replay=True).core.step_runner for _ in range(2))
         graphed.graphs = GraphRunner(spec, buckets, 10)

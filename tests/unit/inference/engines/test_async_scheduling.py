@@ -104,7 +104,7 @@ def test_a_request_is_cancelled_while_its_next_step_runs() -> None:
     kept, cancelled = (engine.add_request(random_tokens(9, seed=seed), greedy()) for seed in (1, 2))
     for _ in range(4):
         engine.step()
-    assert engine.core.step_runner.unread is not None
+    assert engine.core.step_runner.unread_step is not None
     result = engine.cancel(cancelled)
     engine.check_integrity()
     assert_answers(random_tokens(9, seed=2), result)
@@ -121,7 +121,7 @@ def test_an_idle_engine_keeps_no_request_whose_next_step_ran(ended_by: str) -> N
         assert engine.has_unfinished_requests()
         engine.step()
     if ended_by == "cancel":
-        assert engine.core.step_runner.unread is not None
+        assert engine.core.step_runner.unread_step is not None
         engine.cancel(request_id)
     assert not engine.has_unfinished_requests()
     gc.collect()
@@ -135,10 +135,10 @@ def test_calls_between_a_step_and_the_step_behind_it(call: str) -> None:
     request_id = engine.add_request(PROMPT, greedy())
     for _ in range(4):
         engine.step()
-    assert engine.core.step_runner.unread is not None
+    assert engine.core.step_runner.unread_step is not None
     getattr(engine, call)(*(("new",) if call == "set_weights_version" else ()))
     engine.check_integrity()
-    assert (engine.core.step_runner.unread is None) == (call in ("suspend", "reset"))
+    assert (engine.core.step_runner.unread_step is None) == (call in ("suspend", "reset"))
     if call == "suspend":
         engine.resume()
     if call == "reset":
@@ -169,7 +169,7 @@ def test_a_step_behind_that_fails_loses_no_token() -> None:
     with pytest.raises(ArithmeticError, match="once"):
         engine.step()
     assert launches.steps[4][0]
-    assert engine.core.step_runner.unread is None
+    assert engine.core.step_runner.unread_step is None
     engine.check_integrity()
     assert_answers(PROMPT, run_checked(engine)[request_id])
 
@@ -380,9 +380,9 @@ def test_a_rebuild_drops_the_step_ahead() -> None:
     request_id = engine.add_request(PROMPT, greedy())
     for _ in range(4):
         engine.step()
-    assert engine.core.step_runner.unread is not None
+    assert engine.core.step_runner.unread_step is not None
     engine.core._rebuild()
-    assert engine.core.step_runner.unread is None
+    assert engine.core.step_runner.unread_step is None
     assert_answers(PROMPT, run_checked(engine)[request_id])
 
 
@@ -400,4 +400,4 @@ def test_nothing_follows_a_step_whose_shape_is_captured_next(captures: bool) -> 
     engine.add_request(PROMPT, greedy())
     for _ in range(3):
         engine.step()
-    assert (engine.core.step_runner.unread is None) == captures
+    assert (engine.core.step_runner.unread_step is None) == captures

@@ -131,7 +131,7 @@ def test_an_end_is_reported_again_where_an_observer_is_interrupted(notes: bool) 
     engine.generate([PROMPTS[1]], PARAMS)
     assert [ended for ended, _ in recorder.ended] == [0, 1]
     assert (recorder.requests, recorder.num_ends) == ({}, 3)
-    assert not engine.core.observers.ended
+    assert not engine.core.observers.pending_ends
 
 
 @pytest.mark.parametrize("after", [False, True])

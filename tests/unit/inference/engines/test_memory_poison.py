@@ -133,7 +133,7 @@ def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) 
     with pytest.raises(RuntimeError, match=r"requests \[1\] are NaN or infinite, and free memory holds NaN"):
         engine.generate(prompts, _params())
     engine.check_integrity()
-    assert engine.core.step_runner.unread is None
+    assert engine.core.step_runner.unread_step is None
     kept = small_engine(poisoned=True, **settings | {"model": EmaLM()}).generate(prompts, _params())
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 

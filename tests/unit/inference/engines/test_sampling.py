@@ -68,7 +68,7 @@ def test_a_draw_is_the_first_token_at_which_exact_sums_pass_the_number(vocabular
     probabilities = torch.softmax(torch.randn(vocabulary, generator=generator), dim=-1)
     probabilities[-10:] = 0
     sums = list(accumulate(int(float(p) * 2**53) for p in probabilities))
-    uniforms = [0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(step_runner._uniform(3, i) for i in range(200))]
+    uniforms = [0.0, 2**-53, 0.25, 0.999, 1 - 2**-53, *(step_runner.uniform(3, i) for i in range(200))]
     drawn = [drawn_token(probabilities, u) for u in uniforms]
     assert drawn == [bisect_right(sums, min(int(sums[-1] * u), sums[-1] - 1)) for u in uniforms]
     assert max(drawn) < vocabulary - 10

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.request import ScoreResult
+from mambaslots.params_and_results import ScoreResult
 from oracle.budget import dear
 from oracle.faults import POINTS, InjectedError, failing
 from oracle.plans import SwitchedPlan

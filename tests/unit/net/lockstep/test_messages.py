@@ -11,7 +11,7 @@ import pytest
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
 from mambaslots.inference.engines.engine_core import CoreCall
-from mambaslots.net.lockstep.messages import (
+from mambaslots.net.lockstep.call_messages import (
     Add,
     Call,
     PlanFields,
@@ -144,7 +144,7 @@ def test_only_plain_values_are_sent(value: object) -> None:
 
 
 def test_functions_are_sent_by_name() -> None:
-    assert name_of("function", msd.save_prefixes) == "mambaslots.net.transfer.files:save_prefixes"
+    assert name_of("function", msd.save_prefixes) == "mambaslots.net.transfer.prefix_files:save_prefixes"
     for function in (lambda engine: None, sent.__get__(3), small_engine().step, 3):
         with pytest.raises(ValueError, match=r"^function is .*; accepted: what other ranks can import"):
             name_of("function", function)  # type: ignore[arg-type]

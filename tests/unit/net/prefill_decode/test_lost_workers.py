@@ -14,10 +14,10 @@ import mambaslots.net as msd
 import msgspec
 import pytest
 import zmq
-from mambaslots.net import channel
-from mambaslots.net.channel import Address, Link, Listener, PeerLostError
-from mambaslots.net.prefill_decode import messages, prefill_client
-from mambaslots.net.prefill_decode.messages import (
+from mambaslots.net import message_sockets
+from mambaslots.net.message_sockets import Address, Link, Listener, PeerLostError
+from mambaslots.net.prefill_decode import prefill_client, prefill_messages
+from mambaslots.net.prefill_decode.prefill_messages import (
     PROTOCOL_VERSION,
     Answer,
     Beat,
@@ -81,7 +81,7 @@ BEHAVIOURS = {
 
 @pytest.fixture(autouse=True)
 def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_BYTES", MAX_BYTES)
+    monkeypatch.setattr(message_sockets, "MAX_BYTES", MAX_BYTES)
 
 
 @pytest.mark.parametrize("behaviour", list(BEHAVIOURS))
@@ -169,7 +169,7 @@ ASKS_LATER = (
 
 @pytest.mark.parametrize("greets", [False, True])
 def test_a_worker_survives_what_connects(place: Place, greets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(prefill_messages, "CONNECT_TIMEOUT_S", 0.1)
 
     async def body() -> None:
         async with place.worker(engine_of()), place.server(engine_of()) as server:

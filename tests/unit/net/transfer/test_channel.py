@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mambaslots.net import TransferChannel
-from mambaslots.net.channel import Link
-from mambaslots.net.transfer import messages, session
+from mambaslots.net.message_sockets import Link
+from mambaslots.net.transfer import hand_over_messages, session
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.pieces import Staging
 from mambaslots.net.transfer.pipe import MessagePipe, NcclFacts
@@ -189,7 +189,7 @@ def test_with_scrub_no_piece_stays_in_the_staging(
     send = Link.send
 
     def sends(link: Link, message: Any, payload: Any = None) -> None:
-        if isinstance(message, messages.Checksums):
+        if isinstance(message, hand_over_messages.Checksums):
             breaks()
         send(link, message, payload)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.net.transfer import files
+from mambaslots.net.transfer import prefix_files
 from mambaslots.net.transfer.exports import CacheAccess, export_prefixes
-from mambaslots.net.transfer.files import FileEntry, Manifest, load_prefixes, save_prefixes
 from mambaslots.net.transfer.format import TransferError
+from mambaslots.net.transfer.prefix_files import FileEntry, Manifest, load_prefixes, save_prefixes
 from mambaslots.net.transfer.shard import PrefixShard, checksum, decode_prefixes, encode_prefixes
 from oracle.serving import random_tokens, serve_checked, small_model
 from oracle.transfers import engine_of, maps_of, shard_of_rank, tensors_of
@@ -46,7 +46,7 @@ def write_set(folder: Path, export: PrefixShard, tp: int, pp: int = 1, set_id: s
             data, name = encode_prefixes(part), f"prefixes-{set_id}-tp{t}of{tp}-pp{p}of{pp}.safetensors"
             (folder / name).write_bytes(data)
             entries.append(FileEntry(name, checksum(data), dict(part.shard)))
-    (folder / files.MANIFEST).write_bytes(msgspec.json.encode(Manifest(entries)))
+    (folder / prefix_files.MANIFEST).write_bytes(msgspec.json.encode(Manifest(entries)))
     return [folder / entry.file for entry in entries]
 
 
@@ -107,7 +107,7 @@ def test_a_save_that_fails_leaves_the_set_before(
             if len(calls) > fails_at:
                 full()
 
-        monkeypatch.setattr(files.os, "fsync", fsync)
+        monkeypatch.setattr(prefix_files.os, "fsync", fsync)
         with pytest.raises(OSError, match=r"could not be saved .* disk full"):
             save_prefixes(source, tmp_path)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -148,7 +148,7 @@ def test_files_that_no_rank_needs_are_not_read(source: ms.DynamicInferenceEngine
         path.write_bytes(b"")
     shard = shard_of_rank(small_model().config, (0, 2))
     own_format = CacheAccess(source, "load_prefixes").format()
-    piece, _ = files._read_part(tmp_path, own_format, shard)
+    piece, _ = prefix_files._read_part(tmp_path, own_format, shard)
     for name, tensor in export.cut(shard).tensors.items():
         assert torch.equal(piece.tensors[name], tensor)
 
@@ -221,13 +221,13 @@ def test_manifests_that_are_none(
     source: ms.DynamicInferenceEngine, tmp_path: Path, edit: Callable[[bytes], bytes], text: str
 ) -> None:
     write_set(tmp_path, export_prefixes(source), 2)
-    path = tmp_path / files.MANIFEST
+    path = tmp_path / prefix_files.MANIFEST
     path.write_bytes(edit(path.read_bytes()))
     assert text in refused(engine_of(), tmp_path)
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "directory"])
-@pytest.mark.parametrize("name", [files.MANIFEST, "prefixes-*.safetensors"])
+@pytest.mark.parametrize("name", [prefix_files.MANIFEST, "prefixes-*.safetensors"])
 def test_what_is_no_file_is_not_waited_for(
     source: ms.DynamicInferenceEngine, tmp_path: Path, name: str, what: str
 ) -> None:

@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
-from mambaslots.net.channel import Link, Listener, PeerLostError
-from mambaslots.net.transfer import messages, pieces, session
+from mambaslots.net.message_sockets import Link, Listener, PeerLostError
+from mambaslots.net.transfer import hand_over_messages, pieces, session
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
@@ -376,13 +376,13 @@ def test_a_stranger_cannot_connect(host: Any, source: ms.DynamicInferenceEngine)
     with Listening() as listener:
         other = msgspec.structs.replace(listener.address, key=zmq.curve_keypair()[0].decode())
         with pytest.raises(PeerLostError, match="another process listens there"):
-            Link(other, messages.Message, 0.5)
-        Link(listener.address, messages.Message, 5.0).close()
+            Link(other, hand_over_messages.Message, 0.5)
+        Link(listener.address, hand_over_messages.Message, 5.0).close()
 
 
 class Listening:
     def __enter__(self) -> Listener:
-        self.listener = Listener(messages.Message, hosts=("127.0.0.1",))
+        self.listener = Listener(hand_over_messages.Message, hosts=("127.0.0.1",))
         return self.listener
 
     def __exit__(self, *_: object) -> None:
@@ -406,7 +406,7 @@ def test_an_offer_over_a_connection_that_is_lost(
     send, offers = Link.send, []
 
     def send_or_lose(link: Link, message: Any, payload: Any = None) -> None:
-        if isinstance(message, messages.Offer):
+        if isinstance(message, hand_over_messages.Offer):
             offers.append(link)
             if len(offers) == 1:
                 cut(int(link._socket.LAST_ENDPOINT.rpartition(b":")[2]))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..fleet.settings import FleetSettings, check_installed
+from ..fleet.fleet_settings import FleetSettings, check_installed
 from ..inference.contexts.cache.hashing import ENVIRONMENT_NAME
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import load_text
@@ -26,7 +26,8 @@ from ..net import LeadingEngine, follow
 from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
-from .setup import chosen_device, load_model, make_engine
+from .engine_setup import chosen_device, load_model, make_engine
+from .model_choice import chosen_model
 
 _SAMPLE_BYTES = 1 << 16
 _SUFFIXES = (".safetensors", ".bin", ".json")
@@ -36,7 +37,7 @@ _ENDING_S = 5.0
 
 
 @dataclass(frozen=True)
-class ReplicaEngine:
+class ReplicaEngineFactory:
     """Makes the engine of a replica from a command line; can be pickled. `salt_key` is never shown."""
 
     options: argparse.Namespace
@@ -45,14 +46,16 @@ class ReplicaEngine:
     def __call__(self, groups: ParallelGroups | None = None) -> DynamicInferenceEngine:
         """The engine, in the process that runs it."""
         os.environ[ENVIRONMENT_NAME] = self.salt_key
-        loaded = load_model(self.options, groups)
+        folder, cache = chosen_model(self.options)
+        loaded = load_model(self.options, folder, groups)
         leads = groups is not None and groups.is_split and not groups.rank
-        engine = make_engine(loaded, self.options, LeadingEngine if leads else DynamicInferenceEngine)
+        kind = LeadingEngine if leads else DynamicInferenceEngine
+        engine = make_engine(loaded, self.options, cache, kind)
         engine.set_weights_version(weights_version(loaded.folder))
         return engine
 
     def __repr__(self) -> str:
-        return f"<ReplicaEngine of {self.options.model}>"
+        return f"<ReplicaEngineFactory of {self.options.model}>"
 
 
 def weights_version(folder: Path) -> str:
@@ -73,27 +76,22 @@ def weights_version(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def serve_replicated(options: argparse.Namespace, settings: ServerSettings) -> int:
-    """Serve with replicas on Ray until a signal; returns the exit code."""
+def serve_replicated(options: argparse.Namespace, settings: ServerSettings, folder: Path) -> int:
+    """Serve with replicas on Ray until a signal; returns the exit code. `folder`: of the model, here."""
     check_installed()
-    from ..fleet.server import serve_replicas
+    from ..fleet.fleet_server import serve_replicas
 
     fewest, most = options.replicas or (1, 1)
     options.max_requests = options.max_requests or FleetSettings.max_requests
     fleet = FleetSettings(
-        model_name=settings.model_name,
-        trace=settings.trace,
-        min_replicas=fewest,
-        max_replicas=most,
-        ranks=options.tp or 1,
-        ingresses=options.ingresses or 1,
-        max_requests=options.max_requests,
+        model_name=settings.model_name, trace=settings.trace, min_replicas=fewest, max_replicas=most,
+        ranks=options.tp or 1, ingresses=options.ingresses or 1, max_requests=options.max_requests,
         drain_timeout_s=options.drain_timeout_s,
-    )
+    )  # fmt: skip
     salt_key = os.environ.get(ENVIRONMENT_NAME) or secrets.token_hex(32)
-    text = partial(load_text, options.model)
-    text()  # a faulty folder is refused here
-    make = ReplicaEngine(_only_data(options), salt_key)
+    load_text(folder)  # a faulty one is refused here
+    text = partial(load_text, options.model)  # other machines find or download it themselves
+    make = ReplicaEngineFactory(_only_data(options), salt_key)
     return serve_replicas(make, text, salt_key, settings, fleet, device=options.device)
 
 
@@ -104,7 +102,9 @@ def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**wanted)
 
 
-def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
+def serve_split(
+    options: argparse.Namespace, settings: ServerSettings, folder: Path, cache: dict[str, Any]
+) -> int:
     """Serve on rank 0 until a signal, and follow on the others; returns the exit code."""
     from ..replay.recorder import TraceRecorder
     from ..serve import serve
@@ -119,12 +119,12 @@ def serve_split(options: argparse.Namespace, settings: ServerSettings) -> int:
         if groups.rank:  # torchrun's agent sends these to all ranks; rank 0 drains, and then ends the others
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        loaded = load_model(options, groups)
+        loaded = load_model(options, folder, groups)
         try:
             if groups.rank:
-                follow(make_engine(loaded, options))
+                follow(make_engine(loaded, options, cache))
                 return 0
-            engine = make_engine(loaded, options, LeadingEngine)
+            engine = make_engine(loaded, options, cache, LeadingEngine)
             assert isinstance(engine, LeadingEngine)
             stack.enter_context(engine)
             Thread(target=_end_when_lost, args=[engine], daemon=True).start()

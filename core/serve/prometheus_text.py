@@ -14,7 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from ..monitor.figures import Latency
+from ..monitor.figures import DurationHistogram
 from ..monitor.metrics import COUNTERS, DURATIONS, FAILED_ACCEPTS, GAUGES, Figure
 from ..monitor.monitor import Monitor
 from ..version import VERSION
@@ -46,7 +46,7 @@ def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
     for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
         yield from families(kind, ((row.name, _help(row), row.value(figures), row.label) for row in table))
     for figure in DURATIONS:
-        duration: Latency = figure.value(figures)
+        duration: DurationHistogram = figure.value(figures)
         bounds = [*map(str, duration.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(duration.counts), strict=True))
         name = f"mambaslots_{figure.name}_seconds"

@@ -29,7 +29,7 @@ from .format import (
     check_version,
     shard_of,
 )
-from .imports import Incoming, import_received
+from .imports import ReceivedPrefixes, import_received
 from .placement import ImportReport
 from .shard import PrefixShard, checksum, decode_prefixes, encode_prefixes, join, sources_for
 
@@ -187,9 +187,9 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
     """
     access = CacheAccess(engine, "load_prefixes")
 
-    def received() -> Incoming:
+    def received() -> ReceivedPrefixes:
         folder = _folder(directory)
-        return Incoming.of(*_read_part(folder, access.format(), shard_of(access.spec)))
+        return ReceivedPrefixes.of(*_read_part(folder, access.format(), shard_of(access.spec)))
 
     return import_received(access, received)
 

@@ -14,7 +14,7 @@ from ...inference.contexts.cache.hashing import PrefixHashChain
 from ...inference.contexts.dynamic_request import DynamicInferenceRequest
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall
-from ...request import SamplingParams
+from ...params_and_results import SamplingParams
 from ...validation import refused, shown
 
 
@@ -131,14 +131,12 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
     ids: tuple[int, int]
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        core = engine.core
-        engine.factory.next_ids = self.ids
+        engine.factory.continue_ids(self.ids)
         try:
             with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
                 resolve(self.function)(engine, *self.arguments)
         finally:
-            for ended in (core.unclaimed, core.reports):  # rank 0 has its own
-                ended.clear()
+            engine.core.discard_results()  # rank 0 has its own
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -171,11 +169,12 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
 
     kind: str = ""  # the name of the error's class; empty where the call returned
     text: str = ""  # the error's message
-    broken: bool = False  # the rank's engine is broken now
+    is_broken: bool = False  # the rank's engine is broken now
 
     @classmethod
-    def of(cls, error: BaseException | None, broken: bool = False) -> "Outcome":
-        return cls(broken=broken) if error is None else cls(type(error).__name__, str(error)[:2000], broken)
+    def of(cls, error: BaseException | None, is_broken: bool = False) -> "Outcome":
+        kind, text = ("", "") if error is None else (type(error).__name__, str(error)[:2000])
+        return cls(kind, text, is_broken)
 
     def __str__(self) -> str:
         """A text that follows "rank 3 "."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+CLUSTER = "RAY_ADDRESS"
+"""The environment variable that names the cluster to join."""
 DEPLOYMENT = "EngineReplica"
 """The name of the replicas in Ray Serve's application."""
 
@@ -43,7 +45,7 @@ class FleetSettings:
     health_timeout_s: float = 8.0
 
     @property
-    def still_s(self) -> float:
+    def stall_s(self) -> float:
         """A process that runs nothing for so long is killed."""
         return 3 * self.health_timeout_s
 

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from ..files import CONFIG, check_served, model_folder
 from ..named_policies import cache_changes
@@ -17,8 +19,8 @@ _OPTIONS_BY_FIELD = {
 }
 
 
-def check_model_and_engine(options: argparse.Namespace) -> None:
-    """Refuse what `add_model` and `add_engine` accept, and no model could be served with.
+def chosen_model(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The model's folder, perhaps downloaded, and the `cache_changes` of --eviction and --plan, new objects.
 
     Raises:
         ValueError: a pool lacks its size, the policy or the plan is unknown, or the model is not served.
@@ -27,8 +29,10 @@ def check_model_and_engine(options: argparse.Namespace) -> None:
     if options.num_kv_blocks is None and options.num_mamba_slots is not None:
         raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
     with naming_options():
-        cache_changes(options.eviction, options.plan)
-    check_served(model_folder("MODEL", options.model) / CONFIG)
+        cache = cache_changes(options.eviction, options.plan)
+    folder = model_folder("MODEL", options.model)
+    check_served(folder / CONFIG)
+    return folder, cache
 
 
 @contextmanager

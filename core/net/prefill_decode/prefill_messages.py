@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...validation import refused
-from ..channel import PeerLostError
+from ..message_sockets import PeerLostError
 from ..transfer.hand_over import TransferChannel
 
 PROTOCOL_VERSION = 2

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
-from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.request_router import PendingRequest
 
@@ -47,7 +46,7 @@ class ReplicaCalls:
             raise ReplicaLostError(_last_line(error)) from None
         except RayTaskError:  # a mistake in the replica
             raise
-        except (RayError, ReplicaUnavailableError) as error:  # its process, or the way to it, is gone
+        except (RayError, ReplicaUnavailableError, OSError) as error:  # it, or the way to it, is gone
             raise ReplicaLostError(_last_line(error)) from error
         except DeploymentUnavailableError as error:
             raise NoReplicaError(_last_line(error)) from error
@@ -71,9 +70,11 @@ class ReplicaCalls:
 
 async def answer_of(replica: Any, method: str, *arguments: object) -> Any:
     """The answer of one replica, a `RunningReplica`, however many requests it has; raises what Ray raises."""
+    from ray.serve._private.common import RequestMetadata  # has no public name in Ray 2.60
+
     name = secrets.token_hex(8)
     asked = PendingRequest([*arguments], {}, RequestMetadata(name, name, call_method=method))
-    return await replica._actor_replica_wrapper.send_request_python(asked, with_rejection=False).get_async()
+    return await replica.try_send_request(asked, with_rejection=False).get_async()
 
 
 async def answers_of(replicas: Iterable[Any], method: str, timeout_s: float, *arguments: object) -> list[Any]:

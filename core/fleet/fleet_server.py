@@ -14,21 +14,18 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
 from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
 from ..serve.server import url
-from ..serve.settings import ServerSettings, listen
+from ..serve.server_settings import ServerSettings, listen
+from .fleet_settings import CLUSTER, DEPLOYMENT, FleetSettings
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine
 from .request_router import FleetRequestRouter
-from .settings import DEPLOYMENT, FleetSettings
 
-ADDRESS = "RAY_ADDRESS"
-"""The environment variable that names the cluster to join."""
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Answers are too small for Ray's object store."""
 OWN_DEFAULTS = {
@@ -43,7 +40,7 @@ _LOGGERS = ("ray", "ray.serve")
 @contextmanager
 def connected_cluster() -> Iterator[bool]:
     """Be connected to the cluster that `RAY_ADDRESS` names, or to a new one; yield whether it was there."""
-    address = os.environ.get(ADDRESS)
+    address = os.environ.get(CLUSTER)
     for name, value in OWN_DEFAULTS.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
@@ -55,7 +52,7 @@ def connected_cluster() -> Iterator[bool]:
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError) as error:
-        raise OSError(f"{ADDRESS} is {address!r}, and Ray does not answer there: {error}") from error
+        raise OSError(f"{CLUSTER} is {address!r}, and Ray does not answer there: {error}") from error
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
@@ -66,24 +63,26 @@ def connected_cluster() -> Iterator[bool]:
         ray.shutdown()
 
 
-def with_resources(settings: FleetSettings, device: str, joined: bool) -> FleetSettings:
+def with_resources(settings: FleetSettings, device: str, is_joined: bool) -> FleetSettings:
     """With what Ray reserves for each rank; ValueError where an own cluster has too few GPUs."""
     resources = ray.cluster_resources()
     num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
     num_ranks = settings.max_replicas * settings.ranks
     if device == "cuda" or (device == "auto" and num_gpus):
-        if num_gpus < num_ranks and not joined:
+        if num_gpus < num_ranks and not is_joined:
             raise ValueError(
                 f"{settings.max_replicas} replicas of {settings.ranks} ranks need {num_ranks} GPUs, and Ray "
-                f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {ADDRESS}"
+                f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {CLUSTER}"
             )
         return replace(settings, gpus_per_rank=1.0, cpus_per_rank=0.0 if num_cpus < num_ranks else 1.0)
-    share = 1.0 if joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
+    share = 1.0 if is_joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
     return replace(settings, gpus_per_rank=0.0, cpus_per_rank=share)
 
 
 def check_http(host: str, port: int) -> None:
     """Raise a ValueError where Ray Serve runs already and listens at another address."""
+    from ray.serve.context import _get_global_client  # in Ray 2.60, no public call says it
+
     found = _get_global_client().http_config
     if (found.host, found.port) != (host, port):
         raise ValueError(
@@ -155,12 +154,10 @@ def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serv
 
 def _common_options(settings: FleetSettings) -> dict[str, Any]:
     return {
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "health_check_period_s": settings.health_period_s,
-        "health_check_timeout_s": settings.health_timeout_s,
-        "max_constructor_retry_count": 3,
+        "graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": settings.health_period_s,
+        "health_check_timeout_s": settings.health_timeout_s, "max_constructor_retry_count": 3,
         "logging_config": QUIET,
-    }
+    }  # fmt: skip
 
 
 _POLL_INTERVAL_S = 0.2
@@ -187,19 +184,19 @@ def serve_replicas(
     `make_engine` and `load_text` are called in the replicas and in the ingresses. Returns the exit code: 0
     after a shutdown, 1 where Ray has stopped.
     """
-    if not os.environ.get(ADDRESS):
+    if not os.environ.get(CLUSTER):
         server = replace(server, port=usable_port(server.host, server.port))
-    with connected_cluster() as joined:
+    with connected_cluster() as is_joined:
         http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         check_http(server.host, server.port)
-        settings = with_resources(settings, device, joined)
+        settings = with_resources(settings, device, is_joined)
         application = fleet_application(make_engine, load_text, salt_key, server, settings)
         try:
             handle = serve.run(application, name=settings.name, route_prefix="/")
             return _serve_until_signal(handle, server, settings)
         finally:
-            if joined:
+            if is_joined:
                 serve.delete(settings.name)
 
 

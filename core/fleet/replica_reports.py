@@ -8,25 +8,23 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..monitor.monitor import NUM_REQUESTS
-from ..serve.metrics import families
+from ..serve.prometheus_text import families
 from ..serve.served_engine import LocalEngine
 
-Numbers = Mapping[str, int]
+Counts = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica's metrics, its snapshot, and the numbers of the ingresses that ask it. It can be pickled."""
+    """A replica's metrics, its snapshot, and the counts of the ingresses that ask it. It can be pickled."""
 
     replica: str
     metrics: tuple[Metric, ...]
     snapshot: Mapping[str, Any]
-    ingresses: Mapping[str, Numbers]
+    ingresses: Mapping[str, Counts]
 
 
-async def replica_report(
-    engine: LocalEngine, replica: str, ingresses: Mapping[str, Numbers]
-) -> ReplicaReport:
+async def replica_report(engine: LocalEngine, replica: str, ingresses: Mapping[str, Counts]) -> ReplicaReport:
     return ReplicaReport(replica, tuple(await engine.metrics()), await engine.snapshot(), ingresses)
 
 
@@ -43,23 +41,23 @@ _COUNTERS = {
 }
 
 
-def numbers_of_all(ingress: str, numbers: Numbers, reports: Sequence[ReplicaReport]) -> Counter[str]:
-    """`numbers` of this ingress and those of the others, added; of what replicas know, the newest."""
+def counts_of_all(ingress: str, counts: Counts, reports: Sequence[ReplicaReport]) -> Counter[str]:
+    """`counts` of this ingress and those of the others, added; of what replicas know, the newest."""
     by_ingress: dict[str, Counter[str]] = {}
     for report in reports:
         for other, known in report.ingresses.items():
             by_ingress[other] = by_ingress.get(other, Counter()) | Counter(known)
-    return sum((by_ingress | {ingress: Counter(numbers)}).values(), Counter())
+    return sum((by_ingress | {ingress: Counter(counts)}).values(), Counter())
 
 
-def fleet_metrics(numbers: Numbers, reports: Sequence[ReplicaReport] = ()) -> list[Metric]:
-    """The replicas' metrics, each with the label `replica`; `numbers` are the fleet's own, others are 0."""
+def fleet_metrics(counts: Counts, reports: Sequence[ReplicaReport] = ()) -> list[Metric]:
+    """The replicas' metrics, each with the label `replica`; `counts` are the fleet's own, others are 0."""
     kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
     metrics = [
         metric
         for kind, table in kinds
         for metric in families(
-            kind, ((f"fleet_{name}", text, numbers.get(name, 0), "") for name, text in table.items())
+            kind, ((f"fleet_{name}", text, counts.get(name, 0), "") for name, text in table.items())
         )
     ]
     of_replicas: dict[str, Metric] = {}

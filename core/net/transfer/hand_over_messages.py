@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from ..channel import Address, Link, PeerLostError
+from ..message_sockets import Address, Link, PeerLostError
 from .format import Count, Size, TensorPart, TransferError
 from .pipe import MessagePipe, NcclFacts, NcclPipe
 
@@ -88,16 +88,20 @@ class Peer:
     ) -> None:
         self.name, self.send, self.is_connected, self.link = name, send, is_connected, link
         self.inbox: deque[Message] = deque()
-        self.messages = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
-        self.nccl: NcclPipe | None = None  # kept from one hand-over to the next
+        self.message_pipe = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
+        self.nccl_pipe: NcclPipe | None = None
 
     def take(self, message: Message, payload: memoryview | None) -> None:
         if isinstance(message, Piece):
-            self.messages.arrived.append(payload or memoryview(b""))
+            self.message_pipe.add_arrived(payload or memoryview(b""))
         elif isinstance(message, Acknowledged):
-            self.messages.num_acknowledged += 1
+            self.message_pipe.add_acknowledged()
         else:
             self.inbox.append(message)
+
+    def keep_nccl(self, pipe: NcclPipe) -> None:
+        """Use a communicator in this hand-over and the next ones."""
+        self.nccl_pipe = pipe
 
     def check_not_refused(self) -> None:
         for message in self.inbox:

@@ -10,13 +10,13 @@ from starlette.requests import Request
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..loaded_model import LoadedText
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..text import TextCodec
 from ..validation import INT64_MAX
-from .errors import RequestError, bad_argument, bad_field
+from .error_answers import RequestError, bad_argument, bad_field
 from .requests import MAX_CHOICES, AnswerRequest, BodyLimits, ChatRequest, CompletionRequest
 from .served_engine import EngineFacts
-from .settings import ServerSettings
+from .server_settings import ServerSettings
 
 _SALT_HEADER = "x-cache-salt"
 _MAX_READ_BYTES = 64 * 2**20
@@ -49,34 +49,34 @@ class Job:
         return sum({choice.prompt: len(choice.tokens) for choice in self.choices}.values())
 
 
-class Preparation:
+class JobFactory:
     """Turns bodies into jobs, in any thread; a RequestError says what is wrong with a body."""
 
     def __init__(self, facts: EngineFacts, loaded: LoadedText, settings: ServerSettings) -> None:
         self.longest = min(facts.max_sequence_length, facts.pool_tokens)
         self._facts = facts
         self._loaded = loaded
-        self._context = BodyLimits(
+        self._limits = BodyLimits(
             model_name=settings.model_name,
             vocab_size=facts.vocab_size,
             max_prompts=min(MAX_CHOICES, settings.max_waiting_requests),
         )
 
-    def completion(self, body: bytes, header_salt: str | None) -> Job:
-        request = CompletionRequest.read(parsed_object(body), self._context, header_salt)
+    def completion_job(self, body: bytes, header_salt: str | None) -> Job:
+        request = CompletionRequest.read(parsed_object(body), self._limits, header_salt)
         prompts, last = [], max(request.checkpoints, default=0)
         for prompt in request.prompt:
-            tokens = self._text("prompt").encode(prompt) if isinstance(prompt, str) else prompt
+            tokens = self._codec_for("prompt").encode(prompt) if isinstance(prompt, str) else prompt
             if last > len(tokens):
                 message = f"checkpoints holds {last}; accepted: positions up to {len(tokens)}"
                 raise bad_field("checkpoints", message)
             prompts.append((tokens, request.checkpoints))
         return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
 
-    def chat(self, body: bytes, header_salt: str | None) -> Job:
+    def chat_job(self, body: bytes, header_salt: str | None) -> Job:
         written = parsed_object(body)
-        request = ChatRequest.read(written, self._context, header_salt)
-        text = self._text("messages")
+        request = ChatRequest.read(written, self._limits, header_salt)
+        text = self._codec_for("messages")
         if text.chat_template is None:
             raise bad_field(
                 "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
@@ -95,7 +95,7 @@ class Preparation:
         default = self._loaded.generation.max_tokens
         return self._job("messages", [(prompt.tokens, prompt.marks)], request, default)
 
-    def _text(self, field: str) -> TextCodec:
+    def _codec_for(self, field: str) -> TextCodec:
         if self._loaded.text is None:
             raise bad_field(field, "the model has no tokenizer; accepted: /v1/completions with token ids")
         return self._loaded.text
@@ -104,8 +104,8 @@ class Preparation:
         self, field: str, prompts: list[tuple[list[int], Any]], request: AnswerRequest, default: int | None
     ) -> Job:
         if request.stop:
-            self._text("stop")
-        num_choices, most_choices = len(prompts) * request.n, self._context.max_prompts
+            self._codec_for("stop")
+        num_choices, most_choices = len(prompts) * request.n, self._limits.max_prompts
         if num_choices > most_choices:
             message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {most_choices}"
             if most_choices < MAX_CHOICES:
@@ -137,13 +137,10 @@ class Preparation:
         seed = None if request.seed is None else (request.seed + number) & INT64_MAX
         try:
             return self._loaded.generation.sampling_params(
-                **request.sampling,
-                max_tokens=most,
-                stop_token_ids=(*stops, *request.stop_token_ids),
-                seed=seed,
-                return_log_probs=request.num_top_log_probs is not None,
+                **request.sampling, max_tokens=most, stop_token_ids=(*stops, *request.stop_token_ids),
+                seed=seed, return_log_probs=request.num_top_log_probs is not None,
                 num_top_log_probs=request.num_top_log_probs or 0,
-            )
+            )  # fmt: skip
         except ValueError as error:
             raise bad_argument(error, type(request).model_fields) from None
 

@@ -10,7 +10,7 @@ from ..config import InferenceConfig
 from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..models import HybridConfig, HybridLM
-from ..request import SamplingParams
+from ..params_and_results import SamplingParams
 from ..testing import check_model
 
 TUNED_FOR = ("H100", "H200")

@@ -2,7 +2,9 @@
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,10 +13,9 @@ from ..engine_sizes import context_length, largest_fitting_config, served_dtype
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..inference.engines.model_protocol import Model
 from ..loaded_model import LoadedModel, load
-from ..named_policies import cache_changes
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
-from .checks import naming_options
+from .model_choice import naming_options
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +38,26 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     return torch.device(options.device)
 
 
-def load_model(options: argparse.Namespace, groups: ParallelGroups | None = None) -> LoadedModel:
+def load_model(
+    options: argparse.Namespace, folder: Path, groups: ParallelGroups | None = None
+) -> LoadedModel:
     """The model of a command line with `options.add_model`; with `groups`, this rank's part of it."""
     device = chosen_device(options)
-    dtype = getattr(torch, options.dtype) if options.dtype else served_dtype(options.model, device)
+    dtype = getattr(torch, options.dtype) if options.dtype else served_dtype(folder, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     shown = "its own dtype" if dtype is None else str(dtype).removeprefix("torch.")
     logger.info("loading %s to %s (%s) in %s", options.model, device, name, shown)
-    return load(options.model, device, dtype, groups=groups)
+    return load(folder, device, dtype, groups=groups)
 
 
 def make_engine(
     loaded: LoadedModel,
     options: argparse.Namespace,
+    cache: Mapping[str, Any],
     kind: Callable[[Model, InferenceConfig], DynamicInferenceEngine] = DynamicInferenceEngine,
 ) -> DynamicInferenceEngine:
-    """An engine of a command line with `options.add_engine`; `kind` makes it."""
-    config = inference_config(loaded.model.state_spec(), options, context_length(loaded.folder))
+    """An engine of a command line with `options.add_engine` and `cache_changes`; `kind` makes it."""
+    config = inference_config(loaded.model.state_spec(), options, context_length(loaded.folder), cache)
     try:
         return kind(loaded.model, config)
     except (RuntimeError, MemoryError) as error:  # torch has no class of errors for a CPU's memory
@@ -65,7 +69,7 @@ def make_engine(
 
 
 def inference_config(
-    spec: HybridStateSpec, options: argparse.Namespace, context: int | None
+    spec: HybridStateSpec, options: argparse.Namespace, context: int | None, cache: Mapping[str, Any]
 ) -> InferenceConfig:
     """The configuration that the options name; `largest_fitting_config` chooses what they leave out."""
     settings = {name: getattr(options, name) for name in _SAME_NAMES}
@@ -73,10 +77,5 @@ def inference_config(
         settings["total_gb"] = options.memory_gb
     with naming_options():
         return largest_fitting_config(
-            spec,
-            context,
-            host_cache_gb=options.host_gb,
-            disk_cache=options.disk,
-            **settings,
-            **cache_changes(options.eviction, options.plan),
+            spec, context, host_cache_gb=options.host_gb, disk_cache=options.disk, **settings, **cache
         )
