@@ -142,6 +142,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=TIMEOUT)
     yield World(device)
+    gc.unfreeze()  # an engine that a module's end froze is not collected, nor found
     gc.collect()
     for runner in [one for one in gc.get_objects() if type(one) is GraphRunner]:
         runner.clear_graphs()  # nccl ends no communicator that a graph has captured
