@@ -209,7 +209,7 @@ def test_a_model_whose_weights_come_later(monkeypatch: pytest.MonkeyPatch) -> No
 
     text, source = texts(VOCABULARY)[1], reference_model("qwen3_5")
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_config(copy.deepcopy(source.config), dtype=torch.float32)
     model = ServedModel(plain)
     assert not any(is_joined(joint) for joint in joints(plain))
     plain.load_state_dict(source.state_dict(), assign=True)
