@@ -473,7 +473,7 @@ class RoutedReplay:
     def _route(self, number: int, now_ns: int) -> None:
         entry = self._trace.requests[number]
         request = RouteRequest(
-            keys=self._chains[number].hashes[: len(entry.prompt) // self._block_size],
+            hashes=self._chains[number].hashes[: len(entry.prompt) // self._block_size],
             num_tokens=len(entry.prompt),
             block_size_tokens=self._block_size,
             num_answer_tokens=len(entry.answer),

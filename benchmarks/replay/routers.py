@@ -162,7 +162,7 @@ class PrefixRouter:
     def record_routed(self, request: RouteRequest, replica: str) -> None:
         """See `Router.record_routed`."""
         sent = self._sent.setdefault(replica, OrderedDict())
-        for key in reversed(request.keys):  # the deepest block is forgotten first
+        for key in reversed(request.hashes):  # the deepest block is forgotten first
             sent[key] = None
             sent.move_to_end(key)
         while len(sent) > MAX_BLOCKS:
@@ -181,7 +181,7 @@ class PrefixRouter:
         if max(queues) - min(queues) > self._imbalanced_threshold:
             return self._draws.sample(list(loads), min(2, len(loads)))
         matching, num_blocks = list(loads), 0
-        for key in request.keys:
+        for key in request.hashes:
             matched = [load for load in matching if key in self._sent[load.replica]]
             if not matched:
                 break

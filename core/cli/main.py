@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # the reader of stdout has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        if logging.getLogger().isEnabledFor(logging.DEBUG):
-            raise
+        logging.getLogger(__name__).debug("the command fails", exc_info=True)
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"mambaslots {options.command}: {message}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -165,8 +165,8 @@ class EngineReplica:
 
     async def recent_states(self) -> list[int]:
         """The hashes of the states that a replica which joins may ask for, those used last first."""
-        keys: list[int] = await self._engine.call(on_all_ranks(recent_states))
-        return keys
+        hashes: list[int] = await self._engine.call(on_all_ranks(recent_states))
+        return hashes
 
     async def hand_over(self, *order: Any) -> None:
         """Call `send_states` with these arguments on all ranks, between two steps."""

@@ -28,7 +28,7 @@ class EngineRequest:
     sampling: SamplingParams
     cache_salt: bytes | None = None
     plan: CheckpointPlan | None = None
-    keys: tuple[int, ...] = ()  # the hash of each whole block of `prompt`, for the router
+    hashes: tuple[int, ...] = ()  # the hash of each whole block of `prompt`, for the router
     block_size_tokens: int = 1
     tenant: str | None = None  # in whose figures it counts; None where requests have no salt
     lost: tuple[str, ...] = ()  # names of the replicas that were lost while they answered
@@ -42,7 +42,7 @@ class EngineRequest:
     def route(self) -> RouteRequest:
         """What a router sees of it; its answer has at most the tokens that are still to be generated."""
         most = self.sampling.max_tokens - self.num_given_tokens
-        return RouteRequest(self.keys, len(self.prompt), self.block_size_tokens, most)
+        return RouteRequest(self.hashes, len(self.prompt), self.block_size_tokens, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class FleetAnswer(Answer):
             sampling = replace(sampling, skip_prompt_log_probs=True)
         return replace(
             self._request, prompt=sequence, num_given_tokens=len(self.tokens), sampling=sampling,
-            keys=() if self._chain is None else tuple(self._chain.hashes), lost=self.lost,
+            hashes=() if self._chain is None else tuple(self._chain.hashes), lost=self.lost,
         )  # fmt: skip
 
     def add(self, part: AnswerPart) -> None:

@@ -46,12 +46,12 @@ async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEn
                 return
             host = ray.util.get_node_ip_address()
             store = await asyncio.to_thread(meeting_store, host, 0, is_master=True)
-            for keys in batched(await answer_of(donor, "recent_states"), STATES_PER_ROUND):
+            for hashes in batched(await answer_of(donor, "recent_states"), STATES_PER_ROUND):
                 seconds = max(0.1, min(deadline - loop.time(), _LONGEST_ROUND_S))
                 meeting = host, store.port, f"{replica}-{secrets.token_hex(4)}", seconds
                 receiving = asyncio.ensure_future(engine.call(on_all_ranks(receive_states, *meeting)))
                 try:
-                    await answer_of(donor, "hand_over", *meeting, list(keys))
+                    await answer_of(donor, "hand_over", *meeting, list(hashes))
                 finally:  # the engine makes no step while it receives
                     report = await receiving
                 num_states += report.imported.states
@@ -100,11 +100,11 @@ def on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[Dyn
 
 
 def send_states(
-    engine: DynamicInferenceEngine, host: str, port: int, name: str, timeout_s: float, keys: Sequence[int]
+    engine: DynamicInferenceEngine, host: str, port: int, name: str, timeout_s: float, hashes: Sequence[int]
 ) -> None:
     """Send the states of these hashes to the replica that joins and has a store at `host` and `port`."""
     with TransferChannel(engine, meeting_store(host, port), name, "source", timeout_s=timeout_s) as channel:
-        channel.send(keys)
+        channel.send(hashes)
 
 
 def receive_states(

@@ -99,7 +99,7 @@ def pooled(engine: ms.DynamicInferenceEngine, whole: PrefixShard) -> dict[str, t
     """The same straight from an engine's pools, in the order of the whole's forest."""
     memory, forest = engine.context.memory, whole.forest
     kv, slots = engine.context.prefix_cache.kv_blocks, engine.context.prefix_cache.slots.cached_states
-    blocks = [kv.tree.block_of_hash[key] for key in forest.keys]
+    blocks = [kv.tree.block_of_hash[key] for key in forest.hashes]
     held = [slots.slot_of(blocks[node]) for node in forest.states]
     pool = memory.state_pool
     states = {state.name: pool.durable(state.name)[:, held].cpu() for state in pool.states}

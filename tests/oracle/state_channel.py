@@ -15,7 +15,7 @@ decode_events = msgspec.msgpack.Decoder(StateEvents).decode
 def keys_of(index: StateIndex, replica: str) -> set[int]:
     """The hashes that a replica holds; none for an unknown one."""
     keys = {key for key, holders in index._holders.items() if replica in holders}
-    assert keys == (index._replicas[replica].keys if replica in index._replicas else set())
+    assert keys == (index._replicas[replica].hashes if replica in index._replicas else set())
     return keys
 
 

@@ -116,7 +116,7 @@ class Events:
 
     def feed(self, drawn: object) -> str:
         assert isinstance(drawn, Published)
-        index, small, model = StateIndex(), StateIndex(max_keys=MAX_KEYS), _Model()
+        index, small, model = StateIndex(), StateIndex(max_hashes=MAX_KEYS), _Model()
         refused = 0
         for _, data in drawn.messages:
             try:

@@ -40,9 +40,9 @@ class StateEvents(Struct, frozen=True, array_like=True, tag="state-events-2", fo
                 raise refused(name, getattr(self, name), "from 0 to 2**64 - 1")
         if self.is_snapshot and self.removed:
             raise ValueError(f"removed has {len(self.removed)} hashes; accepted: none in a snapshot")
-        keys = self.inserted + self.removed
-        for key in (min(keys), max(keys)) if keys else ():
-            if not 0 < key <= INT64_MAX:
-                raise refused("a hash", key, "from 1 to 2**63 - 1")
-        if len(set(keys)) < len(keys):
+        hashes = self.inserted + self.removed
+        for prefix_hash in (min(hashes), max(hashes)) if hashes else ():
+            if not 0 < prefix_hash <= INT64_MAX:
+                raise refused("a hash", prefix_hash, "from 1 to 2**63 - 1")
+        if len(set(hashes)) < len(hashes):
             raise ValueError("a hash is named twice; accepted: distinct hashes")

@@ -11,19 +11,19 @@ from .state_events import StateEvents
 class _Replica:
     epoch: int = -1
     sequence: int = -1
-    keys: set[int] = field(default_factory=set)
+    hashes: set[int] = field(default_factory=set)
 
 
 class StateIndex:
     """Which replica can resume after which blocks, as of its last message without a gap before it.
 
     A lookup costs O(blocks of the prompt), whatever the number of replicas: each hash has the names of its
-    holders. Beyond `max_keys` hashes further ones are ignored, which costs misses; `num_ignored` counts them.
+    holders. Beyond `max_hashes` hashes further ones are ignored, which costs misses; `num_ignored` counts them.
     """
 
-    def __init__(self, max_keys: int = 4_000_000) -> None:
-        """`max_keys`: each takes 150 to 270 bytes, and 90 for each further replica."""
-        self.max_keys = integer("max_keys", max_keys, 1, INT64_MAX)
+    def __init__(self, max_hashes: int = 4_000_000) -> None:
+        """`max_hashes`: each takes 150 to 270 bytes, and 90 for each further replica."""
+        self.max_hashes = integer("max_hashes", max_hashes, 1, INT64_MAX)
         self.num_ignored = 0
         self._replicas: dict[str, _Replica] = {}
         self._holders: dict[int, tuple[str, ...]] = {}  # hash -> the replicas that hold it
@@ -47,42 +47,44 @@ class StateIndex:
         if not begins and not (same_epoch and events.sequence == least):
             return False
         self._replicas[events.replica] = known
-        self._remove(events.replica, known.keys.difference(events.inserted) if begins else events.removed)
-        for key in events.inserted:
-            if key not in known.keys:
-                self._insert(events.replica, key)
+        self._remove(events.replica, known.hashes.difference(events.inserted) if begins else events.removed)
+        for prefix_hash in events.inserted:
+            if prefix_hash not in known.hashes:
+                self._insert(events.replica, prefix_hash)
         known.epoch, known.sequence = events.epoch, events.sequence
         return True
 
     def remove(self, replica: str) -> None:
         """Remove all entries of a replica; nothing happens for an unknown one."""
         if replica in self._replicas:
-            self._remove(replica, list(self._replicas[replica].keys))
+            self._remove(replica, list(self._replicas[replica].hashes))
             del self._replicas[replica]
 
-    def deepest(self, keys: Sequence[int]) -> dict[str, int]:
+    def deepest(self, hashes: Sequence[int]) -> dict[str, int]:
         """Replica -> blocks after which it can resume, the deepest first, as {"b": 3, "a": 2}; O(blocks)."""
         found: dict[str, int] = {}
-        for depth in range(len(keys), 0, -1):
-            for replica in self._holders.get(keys[depth - 1], ()):
+        for depth in range(len(hashes), 0, -1):
+            for replica in self._holders.get(hashes[depth - 1], ()):
                 found.setdefault(replica, depth)
             if len(found) == len(self._replicas):
                 break
         return found
 
-    def _insert(self, replica: str, key: int) -> None:
-        others = self._holders.get(key, ())
-        if not others and len(self._holders) >= self.max_keys:
+    def _insert(self, replica: str, prefix_hash: int) -> None:
+        others = self._holders.get(prefix_hash, ())
+        if not others and len(self._holders) >= self.max_hashes:
             self.num_ignored += 1
             return
-        self._replicas[replica].keys.add(key)  # first: after an interrupt, the next snapshot removes it
-        self._holders[key] = (*others, replica)
+        self._replicas[replica].hashes.add(
+            prefix_hash
+        )  # first: after an interrupt, the next snapshot removes it
+        self._holders[prefix_hash] = (*others, replica)
 
-    def _remove(self, replica: str, keys: Collection[int]) -> None:
-        held = self._replicas[replica].keys
-        for key in held.intersection(keys):
-            if rest := tuple(name for name in self._holders.get(key, ()) if name != replica):
-                self._holders[key] = rest
+    def _remove(self, replica: str, hashes: Collection[int]) -> None:
+        held = self._replicas[replica].hashes
+        for prefix_hash in held.intersection(hashes):
+            if rest := tuple(name for name in self._holders.get(prefix_hash, ()) if name != replica):
+                self._holders[prefix_hash] = rest
             else:
-                self._holders.pop(key, None)
-            held.discard(key)
+                self._holders.pop(prefix_hash, None)
+            held.discard(prefix_hash)

@@ -50,7 +50,7 @@ class StatePublisher:
         changed = None if is_first else index.changed_since(self._version)
         if changed is None:
             changed = {*states, *copies} ^ published
-        changed = {key for key in changed if (key in states or key in copies) != (key in published)}
+        changed = {each for each in changed if (each in states or each in copies) != (each in published)}
         if not (changed or is_first):
             self._version = version
             return None

@@ -29,14 +29,14 @@ class RouteRequest:
     """A request as a router sees it.
 
     Attributes:
-        keys: the hash of each whole block of the prompt, in order; each stands for the prefix up to its
+        hashes: the hash of each whole block of the prompt, in order; each stands for the prefix up to its
             block's end, and for the salt.
         num_tokens: tokens of the prompt.
         block_size_tokens: tokens of a block.
         num_answer_tokens: the most tokens of the answer; an estimate where the caller knows none.
     """
 
-    keys: Sequence[int]
+    hashes: Sequence[int]
     num_tokens: int
     block_size_tokens: int
     num_answer_tokens: int = 0
@@ -44,7 +44,7 @@ class RouteRequest:
     @property
     def num_resumable_blocks(self) -> int:
         """The blocks that can be resumed: at least one token is computed. 512 tokens, blocks of 256: 1."""
-        return min(len(self.keys), max(self.num_tokens - 1, 0) // self.block_size_tokens)
+        return min(len(self.hashes), max(self.num_tokens - 1, 0) // self.block_size_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class StateRouter:
 
     def _depths(self, request: RouteRequest) -> dict[str, int]:
         """Replica -> the blocks after which it can resume the prompt, or is expected to soon."""
-        keys = request.keys[: request.num_resumable_blocks]
-        depths = self.index.deepest(keys)
-        replica, depth = self._expected.deepest(keys)
+        hashes = request.hashes[: request.num_resumable_blocks]
+        depths = self.index.deepest(hashes)
+        replica, depth = self._expected.deepest(hashes)
         if depth > depths.get(replica, 0):
             depths[replica] = depth
         return depths
@@ -147,7 +147,7 @@ class StateRouter:
     def _record(self, request: RouteRequest, replica: str, depth: int) -> None:
         computed = request.num_tokens - depth * request.block_size_tokens
         self._recent.add(replica, computed + min(request.num_answer_tokens, LONGEST_ANSWER))
-        self._expected.add(request.keys, replica)
+        self._expected.add(request.hashes, replica)
 
 
 class ExpectedStates:
@@ -161,37 +161,37 @@ class ExpectedStates:
     def __len__(self) -> int:
         return len(self._sent)
 
-    def add(self, keys: Sequence[int], replica: str) -> None:
+    def add(self, hashes: Sequence[int], replica: str) -> None:
         """A prompt with these blocks was sent to a replica."""
         self._num_sent[replica] += 1
         entry, sent = (replica, self._num_sent[replica]), self._sent
-        for key in keys:
-            sent[key] = entry
-            sent.move_to_end(key)
+        for prefix_hash in hashes:
+            sent[prefix_hash] = entry
+            sent.move_to_end(prefix_hash)
         while sent and (len(sent) > MAX_EXPECTED_KEYS or self._is_expired(next(iter(sent)))):
             sent.popitem(last=False)
 
-    def remove_published(self, keys: Sequence[int], replica: str) -> None:
+    def remove_published(self, hashes: Sequence[int], replica: str) -> None:
         """Remove the entries of a replica that has published these states or their eviction."""
-        for key in keys:
-            if key in self._sent and self._sent[key][0] == replica:
-                del self._sent[key]
+        for prefix_hash in hashes:
+            if prefix_hash in self._sent and self._sent[prefix_hash][0] == replica:
+                del self._sent[prefix_hash]
 
     def remove(self, replica: str) -> None:
         """Remove the entries of a replica that is gone; O(entries)."""
         self._num_sent.pop(replica, None)
-        for key in [key for key, (name, _) in self._sent.items() if name == replica]:
-            del self._sent[key]
+        for prefix_hash in [prefix_hash for prefix_hash, (name, _) in self._sent.items() if name == replica]:
+            del self._sent[prefix_hash]
 
-    def deepest(self, keys: Sequence[int]) -> tuple[str, int]:
+    def deepest(self, hashes: Sequence[int]) -> tuple[str, int]:
         """The replica that was sent the longest part of a prompt, and its blocks; ("", 0) for none."""
-        for depth in range(len(keys), 0, -1):
-            if keys[depth - 1] in self._sent and not self._is_expired(keys[depth - 1]):
-                return self._sent[keys[depth - 1]][0], depth
+        for depth in range(len(hashes), 0, -1):
+            if hashes[depth - 1] in self._sent and not self._is_expired(hashes[depth - 1]):
+                return self._sent[hashes[depth - 1]][0], depth
         return "", 0
 
-    def _is_expired(self, key: int) -> bool:
-        replica, number = self._sent[key]
+    def _is_expired(self, prefix_hash: int) -> bool:
+        replica, number = self._sent[prefix_hash]
         return self._num_sent[replica] - number >= WAITING_REQUESTS
 
 

@@ -201,12 +201,12 @@ class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unkn
         return frozenset(found)
 
     @cached_property
-    def keys(self) -> tuple[int, ...]:
+    def hashes(self) -> tuple[int, ...]:
         """Node -> the hash of the prefix that ends there, computed from root and tokens."""
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
-        size, keys = len(self.tokens[0]) // TOKEN_BYTES if self.tokens else 1, [0] * len(self)
+        size, hashes = len(self.tokens[0]) // TOKEN_BYTES if self.tokens else 1, [0] * len(self)
         for index, root in enumerate(self.roots):
             chain = PrefixHashChain(size, root)
             waiting = [(node, 0) for node in children.get(-1 - index, ())]
@@ -214,9 +214,9 @@ class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unkn
                 node, depth = waiting.pop()
                 chain.cut_to(depth * size)
                 chain.append(self.tokens[node])
-                keys[node] = chain.hashes[-1]
+                hashes[node] = chain.hashes[-1]
                 waiting += [(child, depth + 1) for child in children.get(node, ())]
-        return tuple(keys)
+        return tuple(hashes)
 
     @cached_property
     def digest(self) -> str:

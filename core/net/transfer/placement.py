@@ -102,8 +102,11 @@ class Placement:
             self._paths.append(path)
             nodes = self._nodes_down_to(state, visited)
             if nodes and self._parent_is_held(nodes[0]):
-                keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
-                blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), keys, tokens)
+                hashes, tokens = (
+                    [forest.hashes[node] for node in nodes],
+                    [forest.tokens[node] for node in nodes],
+                )
+                blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), hashes, tokens)
                 self._kv_blocks.add_references(blocks)
                 path += blocks
                 self._block_of.update(zip(nodes, blocks, strict=False))
@@ -203,8 +206,8 @@ class Placement:
             if isinstance(parent, int) and parent not in self._kv_blocks.tree:
                 continue  # a hash collision above kept the parent out of the index
             blocks = [self._block_of[node] for node in nodes]
-            keys, tokens = [forest.keys[node] for node in nodes], [forest.tokens[node] for node in nodes]
-            registered_blocks = self._kv_blocks.register_chain(parent, blocks, keys, tokens)
+            hashes, tokens = [forest.hashes[node] for node in nodes], [forest.tokens[node] for node in nodes]
+            registered_blocks = self._kv_blocks.register_chain(parent, blocks, hashes, tokens)
             registered.update(nodes[: len(registered_blocks)])
         return registered
 

@@ -96,6 +96,15 @@ def test_what_the_user_can_mend_is_said_in_one_line(
     assert stderr.count("\n") == 1
 
 
+def test_debug_output_has_the_traceback_too(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level("DEBUG"):
+        assert main(["chat", "/no/model"]) == 2
+    assert "Traceback" in caplog.text
+    assert capsys.readouterr().err.startswith("mambaslots chat: '/no/model' is no folder")
+
+
 MISTAKES = (
     ["serve"],
     ["serve", "."],

@@ -168,8 +168,8 @@ def test_requests_carry_the_keys_of_their_blocks() -> None:
     for request in group.requests:
         chain = PrefixHashChain(8, SaltKey(SALT_KEY).root(b"salt"))
         chain.extend_to(request.prompt)
-        assert list(request.keys) == chain.hashes
-    assert [len(request.keys) for request in group.requests] == [4, 5]
+        assert list(request.hashes) == chain.hashes
+    assert [len(request.hashes) for request in group.requests] == [4, 5]
     assert group.engines[1].context.prefix_cache.resumable_tokens(chain) == 40
 
 

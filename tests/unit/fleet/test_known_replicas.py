@@ -13,7 +13,7 @@ from oracle.serving import random_tokens
 from oracle.state_channel import keys_of
 from oracle.transfers import engine_of
 
-REQUEST = EngineRequest("one", (1,) * 60, 0, ms.SamplingParams(), keys=(1, 2, 3), block_size_tokens=16)
+REQUEST = EngineRequest("one", (1,) * 60, 0, ms.SamplingParams(), hashes=(1, 2, 3), block_size_tokens=16)
 
 
 def expect(known: KnownReplicas, names: list[str]) -> None:
@@ -69,14 +69,14 @@ def test_where_requests_are() -> None:
 def test_loads_count_what_is_chosen_until_it_ends() -> None:
     known = KnownReplicas()
     expect(known, ["a", "b"])
-    requests = [replace(REQUEST, request_id=str(number), keys=()) for number in range(4)]
+    requests = [replace(REQUEST, request_id=str(number), hashes=()) for number in range(4)]
     for request in requests:
         known.begin(request.request_id)
     firsts = [known.ranked(request, {"a": None, "b": None})[0] for request in requests]
     assert sorted(firsts) == ["a", "a", "b", "b"]
     for request in requests:
         known.record_sent(request, "b")  # "a" has no room
-    other = replace(REQUEST, request_id="other", keys=())
+    other = replace(REQUEST, request_id="other", hashes=())
     assert known.ranked(other, {"a": 2, "b": 0}) == ("a", "b")
     assert known.ranked(other, {"a": 5, "b": 0}) == ("b", "a")
     for request in requests:

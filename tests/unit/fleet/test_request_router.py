@@ -54,7 +54,7 @@ class Rig:
         self._num_requests += 1
         sampling = ms.SamplingParams(max_tokens=10)
         asked = EngineRequest(
-            f"r{self._num_requests}", (1,) * num_tokens, 0, sampling, keys=keys, block_size_tokens=BLOCK
+            f"r{self._num_requests}", (1,) * num_tokens, 0, sampling, hashes=keys, block_size_tokens=BLOCK
         )
         metadata = RequestMetadata(
             request_id=asked.request_id, internal_request_id=asked.request_id, is_streaming=True

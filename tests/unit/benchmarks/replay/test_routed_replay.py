@@ -73,7 +73,7 @@ class ByFirstBlock:
 
     def choose(self, request: RouteRequest, loads: Sequence[ReplicaLoad]) -> Sequence[str]:
         known = len(self._home_of)
-        home = self._home_of.setdefault(request.keys[0], self._homes[known % len(self._homes)])
+        home = self._home_of.setdefault(request.hashes[0], self._homes[known % len(self._homes)])
         return [loads[home % len(loads)].replica]
 
     def record_routed(self, request: RouteRequest, replica: str) -> None: ...

@@ -51,7 +51,7 @@ def test_each_replica_is_named_once_and_equal_seeds_choose_alike(
         for router in routers:
             if number % 3 == 0:
                 router.record_routed(request, chosen[-1])
-                router.apply(StateEvents(chosen[-1], 1, number, tuple(request.keys[-1:]), (), True))
+                router.apply(StateEvents(chosen[-1], 1, number, tuple(request.hashes[-1:]), (), True))
             if number % 7 == 6:
                 router.remove(chosen[0])
 

@@ -153,7 +153,7 @@ def test_a_replica_that_was_forgotten_leaves_its_place_to_another() -> None:
 
 
 def test_beyond_its_bound_an_index_ignores_hashes() -> None:
-    index = StateIndex(max_keys=3)
+    index = StateIndex(max_hashes=3)
     assert index.apply(StateEvents("a", 1, 0, (1, 2, 3, 4, 5), (), True))
     assert keys_of(index, "a") == {1, 2, 3}
     assert index.num_ignored == 2
@@ -162,8 +162,8 @@ def test_beyond_its_bound_an_index_ignores_hashes() -> None:
     assert index.apply(StateEvents("a", 1, 1, (6,), (1, 4)))
     assert keys_of(index, "a") == {2, 3, 6}
     for wrong in (0, -1, 1.5, None):
-        with pytest.raises(ValueError, match="max_keys is"):
-            StateIndex(max_keys=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="max_hashes is"):
+            StateIndex(max_hashes=wrong)  # type: ignore[arg-type]
 
 
 def test_a_hash_takes_at_most_250_bytes_and_gives_them_back() -> None:

@@ -28,7 +28,7 @@ def prompt(*texts: int, tail: int = 50, answer: int = 0) -> RouteRequest:
 
 def hold(router: StateRouter, replica: str, *requests: RouteRequest) -> None:
     """The replica publishes that it can resume after these prompts, and after nothing else."""
-    keys = tuple(dict.fromkeys(request.keys[-1] for request in requests))
+    keys = tuple(dict.fromkeys(request.hashes[-1] for request in requests))
     router.remove(replica)
     assert router.apply(StateEvents(replica, 1, 0, keys, (), is_snapshot=True))
 
@@ -71,7 +71,7 @@ def test_what_has_left_counts_no_more() -> None:
     router = StateRouter(0)
     hold(router, "a", prompt(1, 2))
     hold(router, "b", prompt(1))
-    (key,) = prompt(1, 2).keys[-1:]
+    (key,) = prompt(1, 2).hashes[-1:]
     assert router.apply(StateEvents("a", 1, 1, (), (key,)))
     assert not router.apply(StateEvents("a", 1, 3)), "a message is missing"
     assert router.choose(prompt(1, 2, 3), IDLE)[0] == "b"
@@ -99,7 +99,7 @@ def test_a_head_of_all_prompts_spreads_to_all_replicas() -> None:
         if first not in knows:
             knows.add(first)
             num_computed += 1
-            assert router.apply(StateEvents(first, 1, 0, (prompt(*head).keys[-1],), (), True))
+            assert router.apply(StateEvents(first, 1, 0, (prompt(*head).hashes[-1],), (), True))
     assert max(found.values()) < 1.25 * 250
     assert num_computed <= 14
 
@@ -227,5 +227,5 @@ def test_a_conversation_stays_with_its_state_while_no_other_comes(answer: int) -
     for turn in range(1, 7):
         request = prompt(*range(turn), answer=answer)
         homes.append(router.choose(request, IDLE)[0])
-        assert router.apply(StateEvents(homes[-1], turn, 0, tuple(request.keys), (), is_snapshot=True))
+        assert router.apply(StateEvents(homes[-1], turn, 0, tuple(request.hashes), (), is_snapshot=True))
     assert len(set(homes)) == 1

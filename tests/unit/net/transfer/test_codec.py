@@ -101,7 +101,7 @@ def test_keys_are_those_of_the_hash_chain() -> None:
         chain = PrefixHashChain(4, forest.roots[-1 - before])
         ids = b"".join(forest.tokens[n] for n in path)
         chain.extend_to(torch.frombuffer(bytearray(ids), dtype=torch.int32).tolist())
-        assert forest.keys[node] == chain.hashes[-1]
+        assert forest.hashes[node] == chain.hashes[-1]
 
 
 def test_every_byte_of_the_header_counts() -> None:

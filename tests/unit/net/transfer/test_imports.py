@@ -242,8 +242,8 @@ def test_too_small_an_engine_takes_what_fits(
     export = export_prefixes(target)
     assert len(export.forest) == report.imported.blocks  # no block without a state below it
     whole = export_prefixes(source)
-    order = {whole.forest.keys[node]: rank for rank, node in enumerate(whole.forest.states)}
-    kept = [order[export.forest.keys[node]] for node in export.forest.states]
+    order = {whole.forest.hashes[node]: rank for rank, node in enumerate(whole.forest.states)}
+    kept = [order[export.forest.hashes[node]] for node in export.forest.states]
     assert kept == sorted(kept)
 
 
@@ -340,7 +340,7 @@ def test_a_hash_that_names_another_prefix_here(source: ms.DynamicInferenceEngine
     forest, kv = export.forest, target.context.prefix_cache.kv_blocks
     (block,) = kv.allocate_memory_blocks(1)
     root = forest.parents.index(-1 - forest.roots.index(PUBLIC_ROOT))
-    kv.register_chain(PUBLIC_ROOT, [block], [forest.keys[root]], [b"other tokens"])
+    kv.register_chain(PUBLIC_ROOT, [block], [forest.hashes[root]], [b"other tokens"])
     kv.release_memory_blocks([block])
     free = kv.total_avail
     report = import_prefixes(target, export)
@@ -404,14 +404,14 @@ def test_an_import_is_a_use_of_what_is_known() -> None:
         report = moved(source, target)
         assert report.known.states
         assert report.imported.states
-        after, keys = maps_of(target), [forest.keys[node] for node in forest.states]
+        after, keys = maps_of(target), [forest.hashes[node] for node in forest.states]
         slots = [after["states"][after["blocks"][key]] for key in keys]
         others = [slot for slot in before["recency"] if slot not in slots]
         assert after["recency"] == others + slots[::-1]
         times = timestamps(target, [after["blocks"][key] for key in keys])
         assert times == sorted(times, reverse=True)
-        rest = before["blocks"].keys() - set(forest.keys)
-        here = [after["blocks"][key] for key in forest.keys]
+        rest = before["blocks"].keys() - set(forest.hashes)
+        here = [after["blocks"][key] for key in forest.hashes]
         assert max(timestamps(target, [after["blocks"][key] for key in rest])) < min(timestamps(target, here))
 
 
