@@ -24,7 +24,7 @@ from .validation import (
     set_field,
 )
 
-ALIGNMENT = 128
+STATE_ALIGNMENT = 128
 """Bytes at whose multiples a slot and its tensors begin: a GPU reads memory in lines of this size."""
 SCALE_DTYPE = torch.bfloat16
 """A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
@@ -138,7 +138,7 @@ class SlotLayout(NamedTuple):
         offsets, end = [], 0
         for tensor in states:
             offsets.append(end)
-            end += ceil_div(tensor.state_bytes, ALIGNMENT) * ALIGNMENT
+            end += ceil_div(tensor.state_bytes, STATE_ALIGNMENT) * STATE_ALIGNMENT
         return cls(tuple(offsets), end)
 
 

@@ -183,7 +183,7 @@ class FleetEngine:
         del self._task_of[answer]
 
     async def _call_replicas(self, answer: FleetAnswer) -> None:
-        """SendRequest replicas until the answer has ended."""
+        """Send the request to one replica after the other until the answer has ended."""
         num_lost = 0
         while True:
             try:

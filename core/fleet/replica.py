@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
 """Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
 _MEETING_S = 600.0
-"""ReplicaRanks load their weights before they meet."""
+"""So long ranks wait for each other: they load their weights before they meet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,6 @@ def _row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
         row = computed.view(np.uint64).argmax()
         if not 0 <= computed[row] <= MAX_POSITION:
             raise ValueError(
-                f"computed is {computed[row]} in row {row}; accepted: integers from 0 to {MAX_POSITION}"
+                f"num_computed_tokens is {computed[row]} in row {row}; accepted: from 0 to {MAX_POSITION}"
             )
     return lengths

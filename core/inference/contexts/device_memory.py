@@ -12,7 +12,7 @@ from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable, ceil_div
 from .cache.dirty_entries import DirtyEntries, MemoryCleaner
-from .cache.memory import ALIGNMENT, UnitSizes
+from .cache.memory import UNIT_ALIGNMENT, UnitSizes
 from .input_pages import input_bytes, input_shapes, page_offsets
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots
 from .request_states import StatePool, zeroed
@@ -126,7 +126,7 @@ class DeviceMemory:
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
         if division is None and not self.sizes.pages.tokens:
             return zeroed(shape, spec.kv_dtype, spec.device), None
-        stride, slots = ceil_div(sizes.block, ALIGNMENT) * ALIGNMENT, None
+        stride, slots = ceil_div(sizes.block, UNIT_ALIGNMENT) * UNIT_ALIGNMENT, None
         if division is None:
             shared = zeroed((num_blocks * stride,), torch.uint8, spec.device)
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...config import InferenceConfig
-from ...state_spec import ALIGNMENT, HybridStateSpec
+from ...state_spec import STATE_ALIGNMENT, HybridStateSpec
 from .cache.kv_block_allocator import KVBlockAllocator
 from .dynamic_request import Allocation, ScheduledRequest
 
@@ -136,7 +136,7 @@ def page_offsets(spec: HybridStateSpec, num_tokens: int) -> tuple[dict[str, int]
             if entry.layout == "page":
                 offsets[entry.name] = end
                 size = tensor.num_layers * num_tokens * math.prod(entry.shape) * entry.dtype.itemsize
-                end += -(-size // ALIGNMENT) * ALIGNMENT
+                end += -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
     return offsets, end
 
 

@@ -362,7 +362,7 @@ class MambaSlotAllocator:
         not fail.
         """
         try:
-            self._commit(self._collect_commit_data())
+            self._commit(WrittenStates(*self._collect_commit_data()))  # a host may return five lists
         finally:
             self._clear_intermediate_state()
 

@@ -196,14 +196,15 @@ class Scheduler:
             del self.waiting[request.request_id]
         batch += new
 
-    def _num_blocks(self, request: DynamicInferenceRequest) -> int:
+    def _num_entries(self, request: DynamicInferenceRequest) -> int:
+        """How many KV blocks, and blocks for inputs, the request needs."""
         num_tokens = len(request.tokens)
         num_pages = self._context.admission.num_pages(num_tokens)
         return -(-num_tokens // self._config.block_size_tokens) + num_pages
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""
-        pins, num_blocks = self._context.prefix_cache.pins, self._num_blocks(request)
+        pins, num_blocks = self._context.prefix_cache.pins, self._num_entries(request)
         # The first answer needs no look at the match, which takes long for a long one.
         return any(num_blocks <= pins.max_sequence_blocks(shared) for shared in ((), match.blocks))
 
@@ -230,7 +231,7 @@ class Scheduler:
         match = admission.match(request)
         available = pins.max_sequence_blocks()
         num_shared = pins.max_sequence_blocks(match.blocks) - available
-        return KVBlockCapacityError(self._num_blocks(request) - num_shared, available, request.request_id)
+        return KVBlockCapacityError(self._num_entries(request) - num_shared, available, request.request_id)
 
 
 class PendingStates:

@@ -18,7 +18,7 @@ class StateIndex:
     """Which replica can resume after which blocks, as of its last message without a gap before it.
 
     A lookup costs O(blocks of the prompt), whatever the number of replicas: each hash has the names of its
-    holders. Beyond `max_hashes` hashes further ones are ignored, which costs misses; `num_ignored` counts them.
+    holders. Beyond `max_hashes`, further hashes are ignored, which costs misses; `num_ignored` counts them.
     """
 
     def __init__(self, max_hashes: int = 4_000_000) -> None:

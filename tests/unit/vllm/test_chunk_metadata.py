@@ -105,7 +105,7 @@ def test_bad_chunk_size(chunk_size):
 
 
 def test_bad_computed_counts():
-    with pytest.raises(ValueError, match="computed is -1 in row 1"):
+    with pytest.raises(ValueError, match="num_computed_tokens is -1 in row 1"):
         build_chunk_metadata(int32([0, -1]), int32([0, 5, 6]), 8)
     with pytest.raises(ValueError, match="2 entries from 0 on for 2 rows"):
         build_chunk_metadata(int32([0, 0]), int32([0, 5]), 8)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from ....validation import ceil_div
 
-ALIGNMENT = 256
+UNIT_ALIGNMENT = 256
 """Bytes. Every slot and every block begins at a multiple of it."""
 MAX_WASTE = 0.02
 _MAX_PER_UNIT = 24
@@ -39,7 +39,7 @@ class UnitShape(NamedTuple):
 
     def unit_bytes(self, sizes: UnitSizes) -> int:
         """Bytes of a unit. Slots divide a unit evenly, and so do blocks. Not 0 where a rank has neither."""
-        granule = ALIGNMENT * math.lcm(self.slots, self.blocks)
+        granule = UNIT_ALIGNMENT * math.lcm(self.slots, self.blocks)
         return max(1, ceil_div(max(self.slots * sizes.slot, self.blocks * sizes.block), granule)) * granule
 
     def slot_stride(self, sizes: UnitSizes) -> int:

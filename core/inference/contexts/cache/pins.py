@@ -20,7 +20,7 @@ class PinnedPrefix:
     Attributes:
         pin_id: counts the pins of this cache, from 0.
         num_tokens: length of the prefix: its deepest boundary with a state at the time of the pin.
-        hash: the hash of the prefix, as `PrefixHashChain.hashes` has it.
+        prefix_hash: the hash of the prefix, as `PrefixHashChain.hashes` has it.
     """
 
     pin_id: int

@@ -2,7 +2,7 @@
 
 import torch
 from mambaslots.inference.contexts.request_states import StatePool
-from mambaslots.state_spec import ALIGNMENT, StateTensor
+from mambaslots.state_spec import STATE_ALIGNMENT, StateTensor
 
 STATES = (
     StateTensor("conv", 2, (5, 4), torch.bfloat16),
@@ -75,10 +75,10 @@ def test_the_tensors_of_a_slot_do_not_overlap_and_are_aligned():
     pool = make()
     for number, tensor in enumerate(pool.tensors):
         tensor.fill_(number + 1)
-        assert tensor.data_ptr() % ALIGNMENT == pool.memory.data_ptr() % ALIGNMENT
+        assert tensor.data_ptr() % STATE_ALIGNMENT == pool.memory.data_ptr() % STATE_ALIGNMENT
     for number, tensor in enumerate(pool.tensors):
         assert tensor.eq(number + 1).all()
-    assert pool.memory.shape[1] % ALIGNMENT == 0
+    assert pool.memory.shape[1] % STATE_ALIGNMENT == 0
 
 
 def test_a_state_may_have_no_layers_or_no_tensors():

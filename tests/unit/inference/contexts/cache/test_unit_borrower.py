@@ -14,7 +14,7 @@ from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.memory import (
-    ALIGNMENT,
+    UNIT_ALIGNMENT,
     MemoryDivision,
     RankBudget,
     UnitShape,
@@ -44,7 +44,7 @@ def test_slots_and_blocks_divide_a_unit_evenly_on_every_rank(slot, block, others
         assert (shape.slots * strides[0], shape.blocks * strides[1]) == (unit, unit)
         assert strides[0] >= sizes.slot
         assert strides[1] >= sizes.block
-        assert not any(stride % ALIGNMENT for stride in strides)
+        assert not any(stride % UNIT_ALIGNMENT for stride in strides)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ class Bytes:
 
     def __init__(self, division, sizes):
         unit = max(division.shape.slots * sizes.slot, division.shape.blocks * sizes.block)
-        granule = ALIGNMENT * math.lcm(*division.shape)
+        granule = UNIT_ALIGNMENT * math.lcm(*division.shape)
         unit = -(-unit // granule) * granule
         self.sizes = sizes
         self.slot_stride, self.block_stride = unit // division.shape.slots, unit // division.shape.blocks
