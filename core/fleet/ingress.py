@@ -51,6 +51,7 @@ class Ingress:
         self._salt_key = SaltKey(salt_key)
         self._server = server
         self._engine: FleetEngine | None = None
+        self._failing: set[str] = set()  # replicas whose last answer was an error that was logged
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
@@ -97,9 +98,11 @@ class Ingress:
                 question = IngressQuestion(self._engine.name, lacks_states, self._engine.counts)
             status = await answer_of(replica, "status", question)
             self._known.record_answer(name, status.events)
+            self._failing.discard(name)
         except ActorDiedError:
             self._known.remove(name)
         except Exception as error:
-            if not isinstance(error, (RayError, RayServeException)) and not self._known.lacks_states(name):
-                logger.warning("mambaslots: no answer of replica %s: %r", name, error)
+            if not isinstance(error, (RayError, RayServeException)) and name not in self._failing:
+                self._failing.add(name)
+                logger.warning("mambaslots: no answer of replica %s", name, exc_info=error)
             self._known.mark_incomplete(name)

@@ -5,7 +5,6 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client.core import Metric
@@ -103,8 +102,7 @@ class LocalEngine(AsyncEngine):
     ) -> None:
         """`trace`: whether a line about each request is written to stderr."""
         super().__init__(engine, max_waiting_requests=max_waiting_requests)
-        write_line = partial(print, file=sys.stderr, flush=True)
-        self.monitor = Monitor(engine, model_name=model_name, trace=write_line if trace else None)
+        self.monitor = Monitor(engine, model_name=model_name, trace=_print_line if trace else None)
         self.facts = EngineFacts.of(engine)
         self.max_running = self.facts.max_requests
 
@@ -132,3 +130,7 @@ class LocalEngine(AsyncEngine):
 
     async def snapshot(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.monitor.snapshot)
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from oracle.budget import dear, is_quick
 from oracle.distributed_world import World, splits
 from oracle.faults import InjectedError
 from oracle.led_ranks import begin, check_alike, compare_steps, fail_in, on_leader, present
+from oracle.observed import Recorder
 from oracle.scenarios import engine_tests
 from oracle.serving import TOLERANCE, random_tokens, serve_checked, small_engine, small_model
 from oracle.workload import (
@@ -226,6 +227,32 @@ def test_requests_that_come_from_inside_a_step_join_the_next_one_on_all_ranks() 
     for prompt, result in zip(PROMPTS, results, strict=False):
         assert result is None or result.tokens == answer(tuple(prompt))[0][:8]
     assert engine.generate([PROMPTS[0]], EIGHT)[0].tokens == answer(tuple(PROMPTS[0]))[0][:8]
+
+
+@on_leader
+def test_a_stream_from_inside_a_step_that_is_closed_there_is_cancelled_once_it_is_added() -> None:
+    """Its end is queued before the engine knows it, and stays queued where an observer settles the engine."""
+    engine, late = small_engine(), list[int]()
+
+    class Closing:
+        def step_begun(self, *arguments: object) -> None:
+            if not late:
+                stream = engine.stream(PROMPTS[0], ms.SamplingParams(max_tokens=40))
+                late.append(stream.request_id)
+                stream.close()
+
+        def step_ended(self, *arguments: object) -> None:
+            pass
+
+    observer = Recorder()
+    observer.step_made = lambda *arguments: engine.stats()  # type: ignore[method-assign]
+    engine.context.observers.append(Closing())
+    engine.observe(observer)
+    engine.add_request(PROMPTS[1], ms.SamplingParams(max_tokens=2))
+    for _ in range(6):
+        engine.step()
+    assert not engine.has_unfinished_requests()
+    assert {number: result.finish_reason for number, result in observer.ended}[late[0]] == "cancelled"
 
 
 @on_leader

@@ -253,12 +253,14 @@ class Ledger:
             raise LeftWrongError("answer", "more answers are invalid than the model has made invalid")
 
     def _take_stray(self, result: ms.RequestResult) -> None:
-        for entry in self.strays:
-            if len(entry.ask.prompt) == result.num_prompt_tokens:
-                entry.may_be_cut = True
-                with suppress(LeftWrongError):
-                    self._check(entry, result)
-                    return
+        alike = [entry for entry in self.strays if len(entry.ask.prompt) == result.num_prompt_tokens]
+        for entry in alike:
+            entry.may_be_cut = True
+            # Of several, one whose answer is not known yet may be another's.
+            entry.mixed |= len(alike) > 1 and entry.expected is None
+            with suppress(LeftWrongError):
+                self._check(entry, result)
+                return
         raise LeftWrongError("answer", f"the result of a request that was not asked: {result}")
 
     def read(self, request_id: int, count: int | None = None) -> None:

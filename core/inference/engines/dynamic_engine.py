@@ -224,9 +224,7 @@ class DynamicInferenceEngine:
 
     def _cancel_queued(self) -> None:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
-        for request_id, reason in self.core.queued_cancels():
-            if not self._can_cancel:
-                break
+        for request_id, reason in self.core.queued_cancels(lambda: self._can_cancel):
             self._apply(self.core.end, request_id, reason)
         self.core.notify_ended()
 

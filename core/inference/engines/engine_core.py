@@ -167,9 +167,9 @@ class EngineCore:
         """Let the next call end a request, unless it has ended; any thread may do so at any moment."""
         self._to_cancel.append((request_id, reason))
 
-    def queued_cancels(self) -> Iterator[tuple[int, EarlyEnd]]:
+    def queued_cancels(self, can_cancel: Callable[[], bool]) -> Iterator[tuple[int, EarlyEnd]]:
         """The queued ends of requests that have not ended; one that the caller has not made stays queued."""
-        while self._to_cancel:
+        while self._to_cancel and can_cancel():
             request_id, reason = self._to_cancel[0]
             if request_id in self.requests:
                 yield request_id, reason

@@ -17,7 +17,7 @@ LONGEST_ANSWER = 512
 """The most tokens that an answer counts for: callers often know a limit only, which few answers reach."""
 WAITING_REQUESTS = 64
 """A state is expected until its replica received so many further requests."""
-MAX_EXPECTED_KEYS = 1 << 16
+MAX_EXPECTED_HASHES = 1 << 16
 """The prompts of 160 requests of 100,000 tokens, in blocks of 256."""
 REMEMBERED_REQUESTS = 64
 """Requests of each replica that count as recent. Fewer would not see that a replica is slow before its queue
@@ -168,7 +168,7 @@ class ExpectedStates:
         for prefix_hash in hashes:
             sent[prefix_hash] = entry
             sent.move_to_end(prefix_hash)
-        while sent and (len(sent) > MAX_EXPECTED_KEYS or self._is_expired(next(iter(sent)))):
+        while sent and (len(sent) > MAX_EXPECTED_HASHES or self._is_expired(next(iter(sent)))):
             sent.popitem(last=False)
 
     def remove_published(self, hashes: Sequence[int], replica: str) -> None:

@@ -143,10 +143,10 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(
 
     async def main() -> None:
         asking = ingress.Ingress.__new__(ingress.Ingress)
-        asking._known = known
+        asking._known, asking._failing = known, set()
         asking._engine = SimpleNamespace(name="one", counts={"requests": 3})  # type: ignore[assignment]
         known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead, "cut": cut})
-        known._complete_replicas |= {"slow", "failing", "cut"}
+        known._complete_replicas |= {"slow", "failing"}
         listening = asyncio.create_task(asking._listen())
         async with asyncio.timeout(30):
             while answers["quick"] < 20 or "dead" in known.replicas:
@@ -159,9 +159,8 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(
     assert quick.arguments == ("status", IngressQuestion("one", True, {"requests": 3}))
     assert sorted(known.replicas) == ["cut", "failing", "quick", "slow"]
     assert [name for name in ("slow", "failing", "cut") if known.lacks_states(name)] == ["failing", "cut"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "mambaslots: no answer of replica cut: ConnectionError('reset')"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["mambaslots: no answer of replica cut"]
+    assert caplog.records[0].exc_info is not None
 
 
 class Silent(Handle):

@@ -35,7 +35,7 @@ class CachedStates:
     ) -> None:
         self.tree = tree
         self.policy = policy
-        self.offloaded_hashes: HostTier | frozenset[int] = tier or frozenset()
+        self.offloaded_hashes: HostTier | frozenset[int] = frozenset() if tier is None else tier
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
         self.block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.resumed_slots: set[int] = set()  # slots from which a request resumed since their commit

@@ -216,7 +216,7 @@ def test_prospects_are_bounded() -> None:
     waiting = ExpectedStates()
     for number in range(40):
         waiting.add(range(number * 5000, number * 5000 + 5000), str(number))
-        assert len(waiting) <= state_router.MAX_EXPECTED_KEYS
+        assert len(waiting) <= state_router.MAX_EXPECTED_HASHES
     assert waiting.deepest([39 * 5000]) == ("39", 1)
 
 
