@@ -189,6 +189,7 @@ def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place) -> None:
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
+            await asyncio.sleep(0.3)  # it comes by a message
             latch.open()
             while prefill.core.requests:
                 await asyncio.sleep(0.01)
