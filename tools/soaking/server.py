@@ -225,6 +225,8 @@ def random_config(random: Random, model: ms.models.HybridLM, folder: str) -> ms.
         decode_by_replay=random.random() < 0.2,
         salt_key=b"the key of all replicas",
     )
+    if config.decode_by_replay:  # a step holds a chunk beside the other requests' decodes
+        config = replace(config, max_tokens_per_step=max(32, config.max_tokens_per_step))
     num_host_slots = random.choice([0, 0, 8, 40])
     if num_host_slots:  # states leave their slots, and their KV stays
         few = random.choice([1, 2, 4])
