@@ -85,6 +85,7 @@ class Ingress:
         asking: dict[str, asyncio.Task[None]] = {}
         while True:
             asking = {name: task for name, task in asking.items() if not task.done()}
+            self._failing.intersection_update(self._known.replicas)
             for name, replica in self._known.replicas.items():
                 if name not in asking:
                     asking[name] = asyncio.create_task(self._ask(name, replica))

@@ -52,6 +52,10 @@ class Weights:
         self.version = version
         self.num_changes += 1
 
+    def are_those_of(self, num_changes: int) -> bool:
+        """Whether weights were whole when so many changes were counted, and are the same since."""
+        return num_changes == self.num_changes and num_changes % 2 == 0
+
 
 @dataclass
 class World:
@@ -184,7 +188,7 @@ class Client:
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             self.tally.hits += cached > 0
             self.tally.resumed_tokens += cached
-        if begun == world.weights.num_changes and begun % 2 == 0:
+        if world.weights.are_those_of(begun):
             self.records.append(Record(query, choices, version, cached, world.name))
         return usage
 

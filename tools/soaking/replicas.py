@@ -419,8 +419,7 @@ class FleetOperator:
 
     def _note(self, prompt: list[int], result: ms.RequestResult, begun: int, version: int) -> None:
         """Keep an answer to compare, unless weights changed meanwhile or the replica was killed."""
-        is_of_one_version = begun == self._world.weights.num_changes and begun % 2 == 0
-        if is_of_one_version and result.finish_reason == "length":
+        if self._world.weights.are_those_of(begun) and result.finish_reason == "length":
             self._asked.append((Ask(tuple(prompt), 3, version), result))
 
     async def hand_over_at_last(self) -> None:

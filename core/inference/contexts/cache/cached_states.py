@@ -111,8 +111,7 @@ class CachedStates:
     def remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         """Remove the states of these blocks, as far as they have one; returns the slots of these states."""
         slot_of_block, hash_of_slot = self.slot_of_block, self._hash_of_slot
-        all_have_states = all(map(slot_of_block.__contains__, blocks))
-        removed = blocks if all_have_states else [block for block in blocks if block in slot_of_block]
+        removed = [block for block in blocks if block in slot_of_block]
         slots = [slot_of_block[block] for block in removed]
         hashes = [prefix_hash for slot in slots if (prefix_hash := hash_of_slot[slot])]
         if cause in STATE_EVICTIONS:
