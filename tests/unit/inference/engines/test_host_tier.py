@@ -23,14 +23,17 @@ from oracle.toy_lm import TOYS, ToyLM
 
 
 def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
-    """Several conversations in turn; each answer is the oracle's."""
+    """Several conversations in turn; each answer is the oracle's, and its files are written before the next."""
     random = Random(1)
+    tier = engine.context.prefix_cache.tier
     texts = [[random.randrange(29) for _ in range(9)] for _ in range(talks)]
     for _ in range(turns):
         for number, text in enumerate(texts):
             prompt = text + [random.randrange(29) for _ in range(3)]
             texts[number] = prompt + ask(engine, prompt, 4, version).tokens
             engine.check_integrity()
+            if tier is not None and isinstance(tier.copies, HostCopies) and tier.copies._files is not None:
+                wait_for(tier.copies._files)
 
 
 def test_a_tier_resumes_what_an_unlimited_pool_resumes() -> None:
@@ -49,10 +52,6 @@ def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
     unlimited, tiered = toy_engine(200, 0), toy_engine(2, 2, **disk)
     converse(unlimited)
     converse(tiered)
-    copies = tier_of(tiered).copies
-    assert isinstance(copies, HostCopies)
-    assert copies._files is not None
-    wait_for(copies._files)
     converse(tiered, turns=1)
     stats = tiered.stats().cache.tiers
     assert stats.num_states_fetched_from_disk > 0
@@ -61,6 +60,9 @@ def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
     assert files
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
     tiered.reset_prefix_cache()
+    copies = tier_of(tiered).copies
+    assert isinstance(copies, HostCopies)
+    assert copies._files is not None
     wait_for(copies._files)
     assert not list(tmp_path.glob("*/*.state"))
 
@@ -183,10 +185,6 @@ def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> 
 def test_a_file_with_a_damaged_head_is_not_called_unwritten(tmp_path: Path) -> None:
     engine = toy_engine(1, 2, disk_cache=(str(tmp_path), 1e-4))
     converse(engine)
-    copies = tier_of(engine).copies
-    assert isinstance(copies, HostCopies)
-    assert copies._files is not None
-    wait_for(copies._files)
     for file in tmp_path.glob("*/*.state"):
         file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     before = engine.stats().cache.tiers
