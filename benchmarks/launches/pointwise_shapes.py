@@ -8,8 +8,10 @@ lie 512 channels apart.
 from collections.abc import Callable
 
 from launches.specialisation import Specialisation
+from mambaslots.inference.kernels import few_rows as few_rows_kernels
 from mambaslots.inference.kernels import gates as gate_kernels
 from mambaslots.inference.kernels import norms as norm_kernels
+from mambaslots.inference.kernels.operands import FEW_ROWS
 
 QUERY_HEADS, KEY_HEADS, HEAD_DIM, ROTARY = 16, 4, 256, 64
 HIDDEN, MLP_WIDTH = 2560, 9216
@@ -109,8 +111,29 @@ def norms_and_rotations() -> list[Specialisation]:
     return found
 
 
+def few_rows() -> list[Specialisation]:
+    """Eight rows by the weights of an MLP, and of the head, whose logits are float32."""
+    pointers, numbers = ("out", "rows", "weight"), ("num_outputs", "size", "row_stride", "weight_stride")
+    return [
+        Specialisation(
+            name=f"few_rows to {dtype}",
+            kernel=few_rows_kernels.few_rows_kernel,
+            signature=dict.fromkeys(pointers, "*bf16")
+            | {"out": f"*{dtype}"}
+            | dict.fromkeys(("num_rows", *numbers), "i32"),
+            constexprs={"OUTPUTS": few_rows_kernels.OUTPUTS, "ROWS": FEW_ROWS}
+            | {"STEP": few_rows_kernels.STEPS[0], "STAGES": few_rows_kernels.STAGES},
+            divisible_by_16=(*pointers, *numbers),
+            num_warps=1,
+            wide=("load",),
+        )
+        for dtype in ("bf16", "fp32")
+    ]
+
+
 POINTWISE_SHAPES: dict[str, tuple[Callable[[], list[Specialisation]], ...]] = {
     "gates": (gates,),
     "norms": (rms_norms, norms_and_rotations),
+    "few_rows": (few_rows,),
 }
 """As `SHAPES` in `kernel_shapes.py`."""

@@ -40,11 +40,12 @@ def fix_addresses(buffer: StepBuffer) -> None:
         of_both[1] = of_both[0]
 
 
-def graphed_engine(max_graphs: int = 100, **settings: object) -> ms.DynamicInferenceEngine:
+def graphed_engine(
+    max_graphs: int = 100, min_decode_tokens: int = 0, **settings: object
+) -> ms.DynamicInferenceEngine:
     """An engine on the CPU that runs as one on a GPU does: fixed addresses, padded steps, graphs."""
     engine = small_engine(**settings)
     fix_addresses(engine.context._buffer)
-    engine.core.step_runner.graphs = GraphRunner(
-        engine.context.spec, GraphBuckets.of(engine.context), max_graphs
-    )
+    buckets = GraphBuckets.of(engine.context, min_decode_tokens)
+    engine.core.step_runner.graphs = GraphRunner(engine.context.spec, buckets, max_graphs)
     return engine

@@ -1,8 +1,9 @@
 """The sizes that steps are padded to, and the upper bounds of all sizes."""
 
+from ..kernels.operands import FEW_ROWS
 from .step_inputs import StepShape
 
-FEWEST_ROWS = 32
+SMALLEST_RUNG = 32
 """With fewer rows cuBLAS pads by itself, or picks kernels that are up to eight times as slow."""
 _BLOCK = 256  # rungs above it are its multiples
 MAX_PADDING = _BLOCK - 1
@@ -13,7 +14,7 @@ def rung(rows: int) -> int:
     """The smallest rung that is at least `rows`: 32, 64, 128, 256, then multiples of 256. 0 stays 0."""
     if rows > _BLOCK:
         return -(-rows // _BLOCK) * _BLOCK
-    return max(FEWEST_ROWS, power_of_two(rows)) if rows else 0
+    return max(SMALLEST_RUNG, power_of_two(rows)) if rows else 0
 
 
 def rungs(rows: int) -> list[int]:
@@ -36,6 +37,14 @@ def padded_to_ladder(shape: StepShape) -> StepShape:
     width = power_of_two(shape.decode_tokens)
     decodes = rung(shape.decodes * width) // width  # a rung of at least `width` is a multiple of it
     return shape._replace(decodes=decodes, decode_tokens=width, logits=rung(shape.logits))
+
+
+def padded_to_few(shape: StepShape) -> StepShape:
+    """As `padded_to_ladder`, but up to 8 decode tokens to 8."""
+    width = power_of_two(shape.decode_tokens)
+    if shape.prefills or shape.decodes * width > FEW_ROWS:
+        return padded_to_ladder(shape)
+    return shape._replace(decodes=FEW_ROWS // width, decode_tokens=width, logits=FEW_ROWS)
 
 
 def largest_shape(

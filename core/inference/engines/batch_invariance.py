@@ -13,9 +13,10 @@ from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import check_replays
-from ..contexts.padding import power_of_two, rung, rungs
+from ..contexts.padding import SMALLEST_RUNG, padded_to_few, padded_to_ladder, power_of_two, rung, rungs
 from ..contexts.pool_sizes import PoolSizes, with_total_gb
 from ..kernels import attention
+from ..kernels.operands import FEW_ROWS
 from . import forward_check, product_check
 from .dummy_steps import DummySteps
 from .invariance_stamp import read_stamp, stamp_of, write_stamp
@@ -32,6 +33,7 @@ class BatchInvariance:
         """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
         self._spec = spec
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
+        self.min_decode_tokens = SMALLEST_RUNG  # that a captured decode step is padded to
         self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
@@ -69,7 +71,8 @@ class BatchInvariance:
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
             f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
             "others and decodes the same logits"
-            + (", as an earlier start found" if self.was_checked_before else ""),
+            + (", as an earlier start found" if self.was_checked_before else "")
+            + (f"; {FEW_ROWS} rows have them, too" if self.min_decode_tokens == FEW_ROWS else ""),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
@@ -79,12 +82,15 @@ class BatchInvariance:
     def _check_once(self, model: Model, config: InferenceConfig) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
         stamp = stamp_of(model, self._spec, config)
-        self.products = read_stamp(stamp)
-        self.was_checked_before = all(self._spec.groups.gather(bool(self.products), self._spec.device))
-        if not self.was_checked_before:
-            self._check(model, config)
-            if stamp is not None:
-                write_stamp(stamp, self.products)
+        self.products, min_decode_tokens = read_stamp(stamp)
+        of_ranks = self._spec.groups.gather(min_decode_tokens, self._spec.device)
+        self.was_checked_before = all(of_ranks)
+        if self.was_checked_before:
+            self.min_decode_tokens = max(of_ranks)
+            return
+        self._check(model, config)
+        if stamp is not None:
+            write_stamp(stamp, self.products, self.min_decode_tokens)
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
@@ -95,6 +101,10 @@ class BatchInvariance:
             except BatchVarianceError as error:
                 refusal = str(error)
             self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
+        if self._spec.groups.least(int(self.min_decode_tokens == FEW_ROWS), self._spec.device):
+            self._check_few_rows(model, config)
+        else:
+            self.min_decode_tokens = SMALLEST_RUNG
         self.check_switches()
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
@@ -107,18 +117,31 @@ class BatchInvariance:
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
+        if config.num_cuda_graphs is not None and not any(map(product_check.differs_in_few_rows, found)):
+            self.min_decode_tokens = FEW_ROWS  # unless the whole model's logits differ
+
+    def _check_few_rows(self, model: Model, config: InferenceConfig) -> None:
+        """Where the model is split, this is a collective, as `_check_forwards`."""
+        from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
+
+        with FewRowsProducts():
+            if self._first_difference(model, config, padded_to_few):
+                self.min_decode_tokens = SMALLEST_RUNG
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
-        chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
-        steps = DummySteps(model, self._spec, config, forward_check.checked_length(chunk), most)
-        case = forward_check.first_difference(steps, chunk, most)
+        case = self._first_difference(model, config, padded_to_ladder)
         if case:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
                 "products and attention keep them; accepted: a model whose scans, and all else, compute a "
                 "row from its own sequence, in one order"
             )
+
+    def _first_difference(self, model: Model, config: InferenceConfig, padded: forward_check.Padding) -> str:
+        chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
+        steps = DummySteps(model, self._spec, config, forward_check.checked_length(chunk), most)
+        return forward_check.first_difference(steps, chunk, most, padded)
 
 
 def decide(

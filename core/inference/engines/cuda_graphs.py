@@ -2,10 +2,10 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.padding import FEWEST_ROWS, power_of_two, rung
+from ..contexts.padding import SMALLEST_RUNG, power_of_two, rung
 from ..contexts.step_inputs import StepInputs, StepShape
 from .model_protocol import Model
 
@@ -27,7 +27,8 @@ class GraphBuckets:
     """The shapes that graphs are captured for. A size that follows from other sizes has its largest value.
 
     Rows are powers of two in decode steps, powers of four with prefills; prefill tokens are 2^k or 3 * 2^k,
-    up to `max_prefill_tokens`. With `uses_rungs`, all tokens together and the logits are rungs, too.
+    up to `max_prefill_tokens`. With batch invariance, all tokens together and the logits are rungs, too, and
+    decode steps have `min_decode_tokens`, 8 or 32, at least; it is 0 without.
     """
 
     max_requests: int
@@ -36,10 +37,10 @@ class GraphBuckets:
     chunk_size: int
     block_size: int
     decode_tokens: int = 1
-    uses_rungs: bool = False
+    min_decode_tokens: int = 0
 
     @classmethod
-    def of(cls, context: DynamicInferenceContext, uses_rungs: bool = False) -> "GraphBuckets":
+    def of(cls, context: DynamicInferenceContext, min_decode_tokens: int = 0) -> "GraphBuckets":
         """The shapes for the steps of a context."""
         config = context.config
         return cls(
@@ -47,16 +48,16 @@ class GraphBuckets:
             max_prefill_tokens=min(MAX_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens, decode_tokens=1 + config.num_speculative_tokens,
-            uses_rungs=uses_rungs,
+            min_decode_tokens=min_decode_tokens,
         )  # fmt: skip
 
     def smallest(self, shape: StepShape) -> StepShape | None:
         """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
-        if self.uses_rungs and shape.prefills and not self.max_prefill_tokens:
+        if self.min_decode_tokens and shape.prefills and not self.max_prefill_tokens:
             return None
         per_row, prefills, tokens = 1, 0, 0
         if shape.decode_tokens > 1:
-            per_row = power_of_two(self.decode_tokens) if self.uses_rungs else self.decode_tokens
+            per_row = power_of_two(self.decode_tokens) if self.min_decode_tokens else self.decode_tokens
         if shape.prefills:
             prefills = _next_power(shape.prefills, 4, self.max_requests)
             decodes = _next_power(shape.decodes, 4, self.max_requests) if shape.decodes else 0
@@ -69,31 +70,33 @@ class GraphBuckets:
             table_blocks=_next_power(shape.table_blocks, 2, self.table_blocks),
             kv_writes=decodes * per_row + tokens, chunks=tokens // self.chunk_size + 2 * prefills,
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-            logits=rung(logits) if self.uses_rungs else logits, decode_tokens=per_row, pages=shape.pages,
+            logits=rung(logits) if self.min_decode_tokens and prefills else logits, decode_tokens=per_row,
+            pages=shape.pages,
         )  # fmt: skip
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
 
     def _decodes(self, needed: int, per_row: int) -> int:
         """Decode rows of a step without prefills."""
-        if not self.uses_rungs:
+        if not self.min_decode_tokens:
             return _next_power(needed, 2, self.max_requests)
-        tokens = max(needed * per_row, FEWEST_ROWS)
-        return _next_power(tokens, 2, rung(self.max_requests * per_row)) // per_row
+        tokens = needed * per_row
+        least = self.min_decode_tokens if tokens <= self.min_decode_tokens else SMALLEST_RUNG
+        return _next_power(max(tokens, least), 2, rung(self.max_requests * per_row)) // per_row
 
     def _prefill_tokens(self, needed: int, decoded: int) -> int:
         """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
-        if not self.uses_rungs:
+        if not self.min_decode_tokens:
             return min(_padded_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
         # The sizes between 32, 64, 128 and 256 are no rungs: `rung` takes the next one.
         most = rung(decoded + self.max_prefill_tokens)
-        return min(rung(_padded_size(decoded + needed, FEWEST_ROWS)), most) - decoded
+        return min(rung(_padded_size(decoded + needed, SMALLEST_RUNG)), most) - decoded
 
 
 class CapturedForward:
     """One forward as a graph. A launch reads and writes the addresses of the capture."""
 
-    def __init__(self, model: Model, inputs: StepInputs, pool: Any) -> None:
+    def __init__(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs, pool: Any) -> None:
         """Capture the forward; a capture runs nothing. `pool`: another graph's memory, to share."""
         self._graph = torch.cuda.CUDAGraph()
         self._inputs = inputs  # keeps the tensors alive
@@ -103,7 +106,7 @@ class CapturedForward:
             torch.cuda.stream(torch.cuda.current_stream(device)),  # resets the stream if a capture fails
             torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
         ):
-            self._logits = model(inputs)
+            self._logits = forward(inputs)
         self.pool = self._graph.pool()  # the graph's memory
 
     def launch(self) -> Tensor:
@@ -131,13 +134,13 @@ class GraphRunner:
         self._failure = ""
 
     @classmethod
-    def of(cls, context: DynamicInferenceContext) -> "GraphRunner | None":
+    def of(cls, context: DynamicInferenceContext, min_decode_tokens: int) -> "GraphRunner | None":
         """What the configuration asks for; None where the device or the dtypes do not allow it."""
         spec, config = context.spec, context.config
         dtypes = {spec.kv_dtype, *(tensor.dtype for tensor in spec.states)}
         if config.num_cuda_graphs is None or spec.device.type != "cuda" or torch.float64 in dtypes:
             return None
-        return cls(spec, GraphBuckets.of(context, bool(config.batch_invariant)), config.num_cuda_graphs)
+        return cls(spec, GraphBuckets.of(context, min_decode_tokens), config.num_cuda_graphs)
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
@@ -173,10 +176,19 @@ class GraphRunner:
         graph = self._graphs.get(inputs.shape)
         if graph is not None:
             return graph.launch()
-        logits = model(inputs)
+        logits = self._forward(model, inputs)
         if self._buckets.smallest(inputs.shape) == inputs.shape and self._has_room(inputs.shape):
             self._first = inputs
         return logits
+
+    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
+        """The model's logits; below the rungs, by products that have the bits of rungs."""
+        if not self._buckets.min_decode_tokens or inputs.shape.tokens >= SMALLEST_RUNG:
+            return model(inputs)
+        from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
+
+        with FewRowsProducts():
+            return model(inputs)
 
     def after_step(self, model: Model) -> None:
         """Capture the shape that the last step ran for the first time, if any; synchronises."""
@@ -186,7 +198,7 @@ class GraphRunner:
         shared = next(iter(self._graphs.values())).pool if self._graphs else None
         failure: object = None
         try:
-            self._graphs[inputs.shape] = CapturedForward(model, inputs, shared)
+            self._graphs[inputs.shape] = CapturedForward(partial(self._forward, model), inputs, shared)
         except Exception as error:
             failure = error
         if not self._spec.groups.least(int(failure is None), inputs.token_ids.device):

@@ -1,10 +1,10 @@
 """Whether the bits of logits depend on how a sequence is cut into steps, and on what runs beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from ..contexts.padding import FEWEST_ROWS, padded_to_ladder
+from ..contexts.padding import SMALLEST_RUNG, padded_to_ladder
 from ..contexts.step_inputs import StepShape
 from .dummy_steps import DummySteps
 from .product_check import bits
@@ -14,18 +14,23 @@ TAIL = 19
 DECODES = 5
 """Decodes without drafts, of which the third is of the first token of a chunk."""
 
+Padding = Callable[[StepShape], StepShape]
+
 
 def checked_length(chunk_tokens: int) -> int:
     """The tokens of the checked sequence: two chunks, and a part of one."""
     return 2 * chunk_tokens + TAIL
 
 
-def first_difference(steps: DummySteps, chunk_tokens: int, most_tokens: int) -> str:
+def first_difference(
+    steps: DummySteps, chunk_tokens: int, most_tokens: int, padded: Padding = padded_to_ladder
+) -> str:
     """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
-    return next((text for text, differs in _cases(steps, chunk_tokens, most_tokens) if bool(differs)), "")
+    cases = _cases(steps, chunk_tokens, most_tokens, padded)
+    return next((text for text, differs in cases if bool(differs)), "")
 
 
-def _cases(steps: DummySteps, chunk: int, most_tokens: int) -> Iterator[tuple[str, Tensor]]:
+def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> Iterator[tuple[str, Tensor]]:
     """Parts of one sequence in steps of all kinds, and whether their logits differ."""
     tokens = steps.tokens(checked_length(chunk))
 
@@ -34,7 +39,7 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int) -> Iterator[tuple[st
 
     def among_more(shape: StepShape) -> StepShape:
         """Decodes padded to the second rung: kernels may share their work otherwise there."""
-        return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=FEWEST_ROWS + 1))
+        return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=SMALLEST_RUNG + 1))
 
     def differs(logits: Tensor, start: int) -> Tensor:
         """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
@@ -63,14 +68,14 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int) -> Iterator[tuple[st
         work = [(request, 1)]
         if position == start + DECODES - 1:
             work.append((other, TAIL))
-        logits = steps.run(work, among_more if position % 2 else padded_to_ladder)[0]
+        logits = steps.run(work, among_more if position % 2 else padded)[0]
         where = "alone" if len(work) == 1 else "beside a prefill"
         yield f"in a decode at position {position}, {where}", differs(logits, position)
     position = start + DECODES
     drafts = tokens[position + 1 : position + 1 + steps.num_drafts]
     if drafts:
         request.append(tokens[position : position + 1], [None], 0.0)
-        logits = steps.run([(request, 1)], padded_to_ladder, drafts)[0]
+        logits = steps.run([(request, 1)], padded, drafts)[0]
         yield f"in a decode at position {position}, with drafts", differs(logits, position)
     steps.release(request)
     steps.release(other)

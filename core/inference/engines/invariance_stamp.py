@@ -40,27 +40,27 @@ def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Pa
         [(field.name, getattr(spec, field.name)) for field in fields(spec) if field.name != "groups"],
         spec.groups.tensor_size, [(name, own.shape, own.stride(), own.dtype) for name, own in tensors],
         config.block_size_tokens, config.max_requests, config.max_tokens_per_step,
-        config.num_speculative_tokens,
+        config.num_speculative_tokens, config.num_cuda_graphs is None,
     )  # fmt: skip
     digest = hashlib.sha256(repr(depends).encode()).hexdigest()
     return folder / "mambaslots" / "batch_invariance" / f"{digest}.json"
 
 
-def read_stamp(stamp: Path | None) -> tuple[str, ...]:
-    """The products that were compared; none without a file that can be read."""
+def read_stamp(stamp: Path | None) -> tuple[tuple[str, ...], int]:
+    """The products that were compared, and `min_decode_tokens`; none, and 0, without a file to be read."""
     try:
-        found = None if stamp is None else json.loads(read_regular(stamp))
-    except (OSError, ValueError):
-        return ()
-    return tuple(map(str, found)) if isinstance(found, list) else ()
+        min_decode_tokens, *products = [0] if stamp is None else json.loads(read_regular(stamp))
+        return tuple(map(str, products)), int(min_decode_tokens)
+    except (OSError, ValueError, TypeError):
+        return (), 0
 
 
-def write_stamp(stamp: Path, products: tuple[str, ...]) -> None:
+def write_stamp(stamp: Path, products: tuple[str, ...], min_decode_tokens: int) -> None:
     """Note that the check has passed; without a directory to write to, the next start checks again."""
     with suppress(OSError):
         stamp.parent.mkdir(parents=True, exist_ok=True)
         with replacing(stamp) as draft:
-            draft.write_text(json.dumps(products))
+            draft.write_text(json.dumps([min_decode_tokens, *products]))
 
 
 _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"

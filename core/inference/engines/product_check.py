@@ -14,6 +14,7 @@ from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_request import DynamicInferenceRequest
 from ..contexts.padding import rungs
 from ..contexts.step_inputs import StepShape
+from ..kernels.operands import FEW_ROWS
 from .dummy_steps import DummySteps
 from .model_protocol import Model
 
@@ -228,6 +229,18 @@ def first_difference(
     """Where a row of a product has other bits than the same row among 256; empty where nowhere."""
     check = _Check(product, rungs(most_rows), run or product.run)
     return first_case((text, check.differs(ids)) for text, ids in check.cases())
+
+
+def differs_in_few_rows(product: Product) -> bool:
+    """Whether a row among 8, which `FewRowsProducts` may make, has other bits than the same row among 256."""
+    from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
+
+    def run(arguments: Sequence[Any]) -> Any:
+        with FewRowsProducts():
+            return product.run(arguments)
+
+    check = _Check(product, (FEW_ROWS, BASE_ROWS), run)
+    return bool(first_case((text, check.differs(ids)) for text, ids in check.cases()))
 
 
 def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:

@@ -39,7 +39,7 @@ class StepRunner:
     def __init__(self, context: DynamicInferenceContext, invariance: "BatchInvariance | None") -> None:
         # Launched ahead. Dropping it loses no token, once its requests are queued again.
         self.unread_step: SampledStep | None = None
-        self.graphs = GraphRunner.of(context)
+        self.graphs = GraphRunner.of(context, 0 if invariance is None else invariance.min_decode_tokens)
         self.invariance = invariance
         self.logits_changes = LogitsChanges(context.spec.device)
         self.is_in_model = False  # the model was called and has not returned, also after it failed

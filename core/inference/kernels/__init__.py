@@ -12,6 +12,7 @@ conv_replay, ssd_replay, delta_replay,       decodes with the rounding of a pref
 delta_solve                                  new rows of a triangular system for `delta_replay`
 attention, attention_segments, write_kv      attention over paged KV, and the store of keys and values
 norms, gates                                 the rest of a layer
+few_rows                                     matrix products of up to eight rows, in place of cuBLAS's
 penalties, token_draws, log_probs            logits lowered by counts of tokens; tokens drawn; log-probs
 sampling                                     the most likely token of a row, or a drawn one
 state_copy, row_checksum                     whole states: copied and encoded, checked

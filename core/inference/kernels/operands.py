@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 WHOLE = 1 << 53  # how many parts make up probability 1
+FEW_ROWS = 8  # of a product of `few_rows`, at most
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

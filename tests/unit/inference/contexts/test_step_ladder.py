@@ -1,11 +1,14 @@
 """Steps are padded to rungs: every padded step holds the step, fits the step buffer, and stays as it is."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.padding import (
     MAX_PADDING,
     largest_shape,
+    padded_to_few,
     padded_to_ladder,
     power_of_two,
     rung,
@@ -110,14 +113,16 @@ class TestSteps:
             chunk_size,
             64,
             largest.decode_tokens,
-            uses_rungs=True,
+            min_decode_tokens=data.draw(st.sampled_from([8, 32])),
         )  # fmt: skip
-        for asked in (shape, padded_to_ladder(shape)):
+        for asked in (shape, padded_to_few(shape), padded_to_ladder(shape)):
             fitting = buckets.smallest(asked)
             if fitting is not None:
                 assert_padded(asked, fitting, bound)
                 assert buckets.smallest(fitting) == fitting
-                assert padded_to_ladder(fitting).tokens == fitting.tokens
+                padded = padded_to_ladder(fitting) if fitting.tokens > 8 else padded_to_few(fitting)
+                assert (padded.tokens, padded.logits) == (fitting.tokens, fitting.logits)
+                assert fitting.tokens >= (32 if fitting.prefills else buckets.min_decode_tokens)
         usual = shape.logits <= shape.decodes * shape.decode_tokens + shape.prefills
         fits = shape.checkpoints <= shape.prefill_tokens // 64 + shape.prefills
         if shape.prefill_tokens <= most and usual and fits:
@@ -126,21 +131,26 @@ class TestSteps:
             assert buckets.smallest(shape) is None
 
     def test_captured_shapes_are_few(self):
-        buckets = GraphBuckets(100, 8, 512, 64, 64, uses_rungs=True)
+        buckets = GraphBuckets(100, 8, 512, 64, 64, min_decode_tokens=32)
         decodes = {buckets.smallest(StepShape(n, 0, 0, 0, 8, n, 0, 0, n)).decodes for n in range(1, 101)}
         assert decodes == {32, 64, 128}
+        few = replace(buckets, min_decode_tokens=8)
+        assert [few.smallest(StepShape(n, 0, 0, 0, 8, n, 0, 0, n)).decodes for n in (1, 8, 9)] == [8, 8, 32]
+        assert [padded_to_few(StepShape(n, 0, 0, 0, 8, n, 0, 0, n, 3)).decodes for n in (2, 3)] == [2, 8]
         tokens = {
             buckets.smallest(StepShape(0, 1, n, n, 8, n, n // 64 + 1, 0, 1)).tokens for n in range(1, 513)
         }
         assert tokens == {32, 64, 128, 256, 512}
-        drafts = GraphBuckets(100, 8, 512, 64, 64, decode_tokens=4, uses_rungs=True)
+        drafts = GraphBuckets(100, 8, 512, 64, 64, decode_tokens=4, min_decode_tokens=32)
         shape = drafts.smallest(StepShape(3, 0, 0, 0, 8, 12, 0, 0, 12, 3))
         assert (shape.decodes, shape.decode_tokens, shape.logits) == (8, 4, 32)
 
     @pytest.mark.parametrize("ladder", [False, True])
     def test_runners_pad(self, ladder):
         spec = small_model().state_spec()
-        buckets = GraphBuckets(8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, uses_rungs=ladder)
+        buckets = GraphBuckets(
+            8, 4, max_prefill_tokens=0, chunk_size=4, block_size=8, min_decode_tokens=32 * ladder
+        )
         prefill, decode = StepShape(1, 1, 7, 7, 3, 8, 3, 1, 1), StepShape(3, 0, 0, 0, 3, 3, 0, 0, 3)
         eager, graphed = (small_engine(decode_by_replay=True).core.step_runner for _ in range(2))
         graphed.graphs = GraphRunner(spec, buckets, 10)

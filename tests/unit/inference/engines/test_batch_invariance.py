@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mambaslots import parallel_groups
-from mambaslots.inference.contexts.padding import rungs
+from mambaslots.inference.contexts.padding import padded_to_ladder, rungs
 from mambaslots.inference.engines import batch_invariance, forward_check, invariance_stamp, product_check
 from mambaslots.inference.engines.batch_invariance import (
     SWITCHES,
@@ -31,9 +31,11 @@ from mambaslots.inference.engines.product_check import (
     record_products,
     with_rows,
 )
+from mambaslots.inference.kernels.few_rows import FewRowsProducts
 from oracle.hf_models import served_model
 from oracle.serving import small_config
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 CONFIG = ms.InferenceConfig(
     block_size_tokens=16, max_requests=4, max_tokens_per_step=64, max_sequence_length=256, num_kv_blocks=64,
@@ -182,6 +184,27 @@ class TestDefault:
             model = model_of("M")
             decide(model, on("cuda", model), CONFIG)
             assert len(checks) == 2 * number
+
+    @pytest.mark.parametrize(
+        ("product", "logits", "graphs", "expected"),
+        [(False, "", 16, 8), (True, "", 16, 32), (False, "in a decode", 16, 32), (False, "", None, 32)],
+    )
+    def test_how_few_rows_a_decode_may_have(self, monkeypatch, product, logits, graphs, expected):
+        """That an earlier start found it, too."""
+
+        def first_difference(mode: BatchInvariance, model: Any, config: Any, padded: Any) -> str:
+            return "" if padded is padded_to_ladder else logits
+
+        monkeypatch.setattr(product_check, "record_products", lambda *_: ["aten.mm of something"])
+        monkeypatch.setattr(product_check, "first_difference", lambda *_: "")
+        monkeypatch.setattr(product_check, "differs_in_few_rows", lambda _: product)
+        monkeypatch.setattr(BatchInvariance, "_first_difference", first_difference)
+        model, config = model_of("M"), replace(CONFIG, num_cuda_graphs=graphs)
+        for checked_before in (False, True):
+            mode = decide(model, on("cuda", model), config)[1]
+            assert mode is not None
+            assert (mode.was_checked_before, mode.min_decode_tokens) == (checked_before, expected)
+            assert ("8 rows have them, too" in mode.describe()[0]) == (expected == 8)
 
     def test_a_model_whose_class_is_in_no_file_is_checked_at_each_start(self, checks, monkeypatch):
         def getfile(_: object) -> str:
@@ -362,6 +385,23 @@ class TestProductCheck:
             both.append(recorder.products)
         (found,) = with_rows(*both, 64)
         return found
+
+    def test_few_rows_are_compared_with_the_same_rows_among_more(self, monkeypatch):
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8))
+        modes: dict[int, type] = {}
+
+        def by(error: int) -> Any:
+            def noted(_: Product, arguments: list[Any]) -> Tensor:
+                num_rows = len(arguments[0])
+                modes[num_rows] = type(_get_current_dispatch_mode())
+                return (arguments[0].double() @ arguments[1].double()).float() + error * (num_rows == 8)
+
+            return noted
+
+        for error in (0, 1):
+            monkeypatch.setattr(Product, "run", by(error))
+            assert product_check.differs_in_few_rows(product) == bool(error)
+        assert modes == {8: FewRowsProducts, 256: FewRowsProducts}
 
     def test_a_product_that_keeps_bits(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))

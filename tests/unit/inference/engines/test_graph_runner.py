@@ -2,13 +2,16 @@
 
 import mambaslots as ms
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepShape, chunk_grid
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets
+from mambaslots.inference.kernels import few_rows
 from oracle.recorded_graphs import graphed_engine, recording
 from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
+from torch import Tensor
 
 BUCKETS = GraphBuckets(max_requests=24, table_blocks=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
 
@@ -92,6 +95,20 @@ class TestEngine:
         kinds = {shape.prefills == 0 for shape in engine.core.step_runner.graphs.shapes}
         assert kinds == {True, False}
         assert recorded.captures == len(engine.core.step_runner.graphs.shapes)
+
+    def test_decodes_of_few_rows_have_products_of_their_own(self, recorded, monkeypatch):
+        sizes = set[int]()
+
+        def product(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+            sizes.add(len(rows))
+            return torch.mm(rows, weight).to(dtype)
+
+        monkeypatch.setattr(few_rows, "is_taken", lambda rows, weight: True)
+        monkeypatch.setattr(few_rows, "product", product)
+        engine = graphed_engine(min_decode_tokens=8)
+        serve_checked(engine, PROMPTS, length=9)
+        decodes = {shape.tokens for shape in engine.core.step_runner.graphs.shapes if not shape.prefills}
+        assert decodes == sizes == {8}
 
     def test_a_known_shape_is_not_captured_again(self, recorded):
         engine = graphed_engine()

@@ -23,7 +23,7 @@ from oracle.toy_lm import TOYS, ToyLM
 
 
 def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
-    """Several conversations in turn; each answer is the oracle's, and its files are written before the next."""
+    """Several conversations in turn: the oracle's answers, whose files are written before the next answer."""
     random = Random(1)
     tier = engine.context.prefix_cache.tier
     texts = [[random.randrange(29) for _ in range(9)] for _ in range(talks)]
