@@ -314,7 +314,7 @@ def demo() -> str:
     return paragraph(f"""
         `make demo` serves {result["conversations"]} conversations with a small model on a CPU, without the
         cache and with it. With the cache, {100 * share:.0f} % of the prompt tokens are resumed, the mean
-        time to the first token is {warm:.0f} instead of {cold:.0f} ms, and all answers are equal.""")
+        time to the first token is {warm:.0f} instead of {cold:.0f} ms, and the answers are the same.""")
 
 
 def readme() -> str:
@@ -341,28 +341,28 @@ def readme() -> str:
             "`python benchmarks/replay/rows.py`",
         ],
         [
-            "Resumes the next turn of a conversation after the last full block of the previous answer",
+            "Resumes the next turn of a conversation at the end of the previous answer's last full block",
             f"mean time to the first token, Nemotron-H-8B: {first['mambaslots']} ms; "
             f"vLLM 0.26: {first['vllm']} ms",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
             "Gives the same bits with and without the cache, alone and in a batch",
-            f"answers of Qwen3.5-4B equal with and without the cache: {ours['cold and warm']} of 24, "
-            f"vLLM 0.26: {theirs['cold and warm']}; alone and in a batch: "
-            f"{ours['alone and in one batch']} of 24, vLLM 0.26: {theirs['alone and in one batch']}",
+            f"24 prompts, Qwen3.5-4B; answers equal with and without the cache: {ours['cold and warm']} "
+            f"(vLLM 0.26: {theirs['cold and warm']}); answers equal alone and in a batch: "
+            f"{ours['alone and in one batch']} (vLLM 0.26: {theirs['alone and in one batch']})",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
-            "Names the reason of every computed prompt token, and a setting that helps, if there is one",
+            "Says why each prompt token was computed, and names a setting that helps, if there is one",
             "9 reasons, shown in the server's page and metrics",
             "[operations](docs/operations.md)",
         ],
         [
             "Keeps evicted states in host memory",
-            "tokens resumed with GPU memory for a tenth of the states, compared with GPU memory for all: "
-            f"{100 * tier['tier']['share']:.0f} %; "
-            f"without host memory: {100 * tier['a tenth']['share']:.0f} %",
+            "GPU memory for a tenth of the states; tokens resumed, compared with GPU memory for all states: "
+            f"with host memory {100 * tier['tier']['share']:.0f} %, "
+            f"without it {100 * tier['a tenth']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
         [
