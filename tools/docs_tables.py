@@ -432,12 +432,14 @@ DISASTERS_PAGE = """# Disasters of others
 
 This page is generated: `make docs`.
 
-The table lists faults of other caches of recurrent states. The column "where" names the threads that report a
-fault. The column "tests" names files, with the number of tests in parentheses. These tests fail if mambaslots
-has the fault. Each test compares results with a token-by-token recurrence, with plain torch, or with a copy
-of bytes. If a test could also pass because nothing is resumed, the test asserts that there were hits.
+The table lists faults of other caches of recurrent states. The column "where" names the threads that report
+a fault. The column "tests" names files, with the number of tests in parentheses. These tests fail if
+mambaslots has the fault. Most of them compare states or answers with a token-by-token recurrence or with
+plain torch. The others test what is refused, counted, freed or copied. If a test could also pass because
+nothing is resumed, the test asserts that there were hits.
 
 `pytest -m "disaster(number=4) and not gpu"` runs the tests of number 4 that need no GPU.
+
 """
 
 

@@ -58,8 +58,7 @@ DISASTERS = {
         "vLLM #52244, #54360",
     ),
     12: (
-        "A kernel got the number of a slot, or of a column of the block table, that does not exist, and made "
-        "an illegal memory access",
+        "A kernel got the number of a slot or column that does not exist, and made an illegal memory access",
         "vLLM #54173, #50021",
     ),
     13: (
@@ -98,7 +97,8 @@ DISASTERS = {
         "SGLang #36696, #28692",
     ),
     20: (
-        "The hash of a partial block was registered again after the block was full and had another hash",
+        "A block became full and got a new hash. Then the cache registered the hash of the block's partial "
+        "content again",
         "vLLM #52972",
     ),
     21: (
