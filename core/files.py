@@ -5,7 +5,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,16 @@ def read_regular(path: Path) -> bytes:
     """All bytes of a regular file; OSError as `open_regular`."""
     with BufferedReader(open_regular(path)) as opened:
         return opened.read()
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether a file can be at `path`: in a folder, no folder itself, and of a name that is not too long."""
+    with suppress(OSError):
+        if path.parent.is_dir() and not path.is_dir():
+            with suppress(FileNotFoundError):
+                path.stat()
+            return True
+    return False
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 VERSION = "0.1.0"
 NEWEST_TESTED = {
-    "python": "3.13", "torch": "2.15", "triton": "3.9", "numpy": "2.5", "safetensors": "0.8",
+    "python": "3.14", "torch": "2.15", "triton": "3.9", "numpy": "2.5", "safetensors": "0.8",
     "transformers": "5.24", "fastapi": "0.165", "uvicorn": "0.54", "prometheus-client": "0.26",
     "fla-core": "0.6", "ray": "2.60",
 }  # fmt: skip

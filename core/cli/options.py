@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..files import can_be_written
+
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 Group = argparse._ActionsContainer
 
@@ -97,11 +99,9 @@ def text_file(text: str) -> Path:
 
 def new_file(text: str) -> Path:
     """A type of arguments: a file to write."""
-    path = Path(text)
-    with suppress(OSError):  # for example a name that is too long
-        if path.parent.is_dir() and not path.is_dir():
-            return path
-    raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
+    if not can_be_written(path := Path(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
+    return path
 
 
 def unused_path(text: str) -> Path:

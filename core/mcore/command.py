@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..files import can_be_written
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from ..named_policies import PLAN_SYNTAX, parse_plan
@@ -49,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     def new_file(name: str) -> Path:
         path = Path(name).absolute()  # the script may change the directory
-        if not os.path.isdir(path.parent) or os.path.isdir(path):
+        if not can_be_written(path):
             raise argparse.ArgumentTypeError(f"{name}; accepted: a path in an existing directory")
         return path
 

@@ -52,6 +52,7 @@ def test_python_m_runs_the_command() -> None:
         ),
         (["run", "/no/script"], "/no/script is no file; usage: mambaslots run"),
         (["run", "--json", "/no/x", __file__], "mambaslots.mcore: argument --json: /no/x; accepted: a path"),
+        (["run", "--json", 300 * "a", __file__], "accepted: a path in an existing directory"),
         (["replay", "--json", 300 * "a"], "accepted: a path in an existing directory"),
         (["serve", MODEL, "--disk", "x"], "argument --disk: 'x'; accepted: a directory and GB"),
         (["replay", "--trace", 300 * "a"], "accepted: chat, "),
