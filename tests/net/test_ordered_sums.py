@@ -3,7 +3,7 @@
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines import product_check
+from mambaslots.inference.engines import forward_check, product_check
 from mambaslots.inference.engines.batch_invariance import BatchInvariance
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.serving import random_tokens, serve_checked, small_config, small_engine, small_model_over
@@ -55,12 +55,18 @@ def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch:
     config = ms.InferenceConfig(
         block_size_tokens=16, max_requests=4, max_tokens_per_step=64, max_sequence_length=256,
         num_kv_blocks=64,
-        num_mamba_slots=8,
+        num_mamba_slots=8, num_cuda_graphs=16,
     )  # fmt: skip
     invariance = BatchInvariance(model, model.state_spec(), config)
     monkeypatch.setattr(product_check, "first_difference", lambda *_: "")
     invariance._check(model, config)
     assert invariance.products
+    monkeypatch.setattr(forward_check, "first_difference", lambda *_: "")
+    for reason in ("", "rank 1 has none"):
+        here = reason if world.rank == 1 else ""
+        monkeypatch.setattr(product_check, "why_not_in_few_rows", lambda _, here=here: here)
+        invariance._check(model, config)
+        assert invariance.min_decode_tokens == (32 if reason else 8)
     refused = "among 512 rows" if world.rank == 1 else ""
     monkeypatch.setattr(product_check, "first_difference", lambda *_: refused)
     with pytest.raises(ValueError, match="among 512 rows"):

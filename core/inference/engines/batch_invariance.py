@@ -18,6 +18,7 @@ from ..contexts.pool_sizes import PoolSizes, with_total_gb
 from ..kernels import attention
 from ..kernels.operands import FEW_ROWS
 from . import forward_check, product_check
+from .cuda_graphs import Forward, with_few_rows
 from .dummy_steps import DummySteps
 from .invariance_stamp import read_stamp, stamp_of, write_stamp
 from .model_protocol import Model
@@ -33,7 +34,7 @@ class BatchInvariance:
         """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
         self._spec = spec
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
-        self.min_decode_tokens = SMALLEST_RUNG  # that a captured decode step is padded to
+        self.why_not_few_rows = "nothing is checked"  # a captured decode step is padded to 8 rows otherwise
         self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
@@ -50,6 +51,11 @@ class BatchInvariance:
         except BaseException:
             release()
             raise
+
+    @property
+    def min_decode_tokens(self) -> int:
+        """What captured decode steps are padded to, at least."""
+        return SMALLEST_RUNG if self.why_not_few_rows else FEW_ROWS
 
     def check_switches(self) -> None:
         """Raise RuntimeError where a switch was changed; for every step, takes a few microseconds."""
@@ -71,8 +77,9 @@ class BatchInvariance:
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
             f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
             "others and decodes the same logits"
-            + (", as an earlier start found" if self.was_checked_before else "")
-            + (f"; {FEW_ROWS} rows have them, too" if self.min_decode_tokens == FEW_ROWS else ""),
+            + (", as an earlier start found" if self.was_checked_before else ""),
+            f"decodes are padded to {self.min_decode_tokens} rows, at least"
+            + (f", because {self.why_not_few_rows}" if self.why_not_few_rows else ""),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
@@ -82,15 +89,15 @@ class BatchInvariance:
     def _check_once(self, model: Model, config: InferenceConfig) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
         stamp = stamp_of(model, self._spec, config)
-        self.products, min_decode_tokens = read_stamp(stamp)
-        of_ranks = self._spec.groups.gather(min_decode_tokens, self._spec.device)
-        self.was_checked_before = all(of_ranks)
+        found = read_stamp(stamp)
+        reasons = self._spec.groups.gather(found[:1], self._spec.device)
+        self.was_checked_before = all(reasons)
         if self.was_checked_before:
-            self.min_decode_tokens = max(of_ranks)
+            self.why_not_few_rows, self.products = max(reasons)[0], found[1:]
             return
         self._check(model, config)
         if stamp is not None:
-            write_stamp(stamp, self.products, self.min_decode_tokens)
+            write_stamp(stamp, (self.why_not_few_rows, *self.products))
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
@@ -101,10 +108,10 @@ class BatchInvariance:
             except BatchVarianceError as error:
                 refusal = str(error)
             self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
-        if self._spec.groups.least(int(self.min_decode_tokens == FEW_ROWS), self._spec.device):
-            self._check_few_rows(model, config)
-        else:
-            self.min_decode_tokens = SMALLEST_RUNG
+        self.why_not_few_rows = max(self._spec.groups.gather(self.why_not_few_rows, self._spec.device))
+        if not self.why_not_few_rows:
+            case = self._first_difference(with_few_rows(model), config, padded_to_few)
+            self.why_not_few_rows = f"the model's logits have other bits {case}" if case else ""
         self.check_switches()
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
@@ -117,16 +124,10 @@ class BatchInvariance:
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
-        if config.num_cuda_graphs is not None and not any(map(product_check.differs_in_few_rows, found)):
-            self.min_decode_tokens = FEW_ROWS  # unless the whole model's logits differ
-
-    def _check_few_rows(self, model: Model, config: InferenceConfig) -> None:
-        """Where the model is split, this is a collective, as `_check_forwards`."""
-        from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
-
-        with FewRowsProducts():
-            if self._first_difference(model, config, padded_to_few):
-                self.min_decode_tokens = SMALLEST_RUNG
+        self.why_not_few_rows = "num_cuda_graphs is None"
+        if config.num_cuda_graphs is not None:
+            reasons = map(product_check.why_not_in_few_rows, found)
+            self.why_not_few_rows = next(filter(None, reasons), "")
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
@@ -138,7 +139,9 @@ class BatchInvariance:
                 "row from its own sequence, in one order"
             )
 
-    def _first_difference(self, model: Model, config: InferenceConfig, padded: forward_check.Padding) -> str:
+    def _first_difference(
+        self, model: Forward, config: InferenceConfig, padded: forward_check.Padding
+    ) -> str:
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
         steps = DummySteps(model, self._spec, config, forward_check.checked_length(chunk), most)
         return forward_check.first_difference(steps, chunk, most, padded)

@@ -4,8 +4,8 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .model_protocol import Model
 SMALLEST_PREFILL_TOKENS = 16
 MAX_PREFILL_TOKENS = 512
 """Prefill tokens of a captured step, padding included, at most."""
+Forward = Callable[[StepInputs], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,24 @@ class GraphBuckets:
         return min(rung(_padded_size(decoded + needed, SMALLEST_RUNG)), most) - decoded
 
 
+def with_few_rows(model: Forward) -> Forward:
+    """The model, whose steps of fewer tokens than a rung have products that keep the bits of rungs."""
+
+    def forward(inputs: StepInputs) -> Tensor:
+        if inputs.shape.tokens >= SMALLEST_RUNG:
+            return model(inputs)
+        from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
+
+        with FewRowsProducts():
+            return model(inputs)
+
+    return forward
+
+
 class CapturedForward:
     """One forward as a graph. A launch reads and writes the addresses of the capture."""
 
-    def __init__(self, forward: Callable[[StepInputs], Tensor], inputs: StepInputs, pool: Any) -> None:
+    def __init__(self, model: Forward, inputs: StepInputs, pool: Any) -> None:
         """Capture the forward; a capture runs nothing. `pool`: another graph's memory, to share."""
         self._graph = torch.cuda.CUDAGraph()
         self._inputs = inputs  # keeps the tensors alive
@@ -106,7 +121,7 @@ class CapturedForward:
             torch.cuda.stream(torch.cuda.current_stream(device)),  # resets the stream if a capture fails
             torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)),
         ):
-            self._logits = forward(inputs)
+            self._logits = model(inputs)
         self.pool = self._graph.pool()  # the graph's memory
 
     def launch(self) -> Tensor:
@@ -161,7 +176,10 @@ class GraphRunner:
     def padded(self, shape: StepShape) -> StepShape | None:
         """The shape to pad a step of `shape` to; None for a step that gets no graph."""
         fitting = self._buckets.smallest(shape)
-        return fitting if fitting in self._graphs or (fitting and self._has_room(fitting)) else None
+        if fitting is None or fitting in self._graphs or self._has_room(fitting):
+            return fitting
+        on_ladder = replace(self._buckets, min_decode_tokens=SMALLEST_RUNG).smallest(shape)
+        return on_ladder if self._buckets.min_decode_tokens and on_ladder in self._graphs else None
 
     def _has_room(self, shape: StepShape) -> bool:
         alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
@@ -176,19 +194,14 @@ class GraphRunner:
         graph = self._graphs.get(inputs.shape)
         if graph is not None:
             return graph.launch()
-        logits = self._forward(model, inputs)
+        logits = self._forward_of(model)(inputs)
         if self._buckets.smallest(inputs.shape) == inputs.shape and self._has_room(inputs.shape):
             self._first = inputs
         return logits
 
-    def _forward(self, model: Model, inputs: StepInputs) -> Tensor:
-        """The model's logits; below the rungs, by products that have the bits of rungs."""
-        if not self._buckets.min_decode_tokens or inputs.shape.tokens >= SMALLEST_RUNG:
-            return model(inputs)
-        from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
-
-        with FewRowsProducts():
-            return model(inputs)
+    def _forward_of(self, model: Model) -> Forward:
+        """With batch invariance, the model with products of few rows."""
+        return with_few_rows(model) if self._buckets.min_decode_tokens else model
 
     def after_step(self, model: Model) -> None:
         """Capture the shape that the last step ran for the first time, if any; synchronises."""
@@ -198,7 +211,7 @@ class GraphRunner:
         shared = next(iter(self._graphs.values())).pool if self._graphs else None
         failure: object = None
         try:
-            self._graphs[inputs.shape] = CapturedForward(partial(self._forward, model), inputs, shared)
+            self._graphs[inputs.shape] = CapturedForward(self._forward_of(model), inputs, shared)
         except Exception as error:
             failure = error
         if not self._spec.groups.least(int(failure is None), inputs.token_ids.device):

@@ -13,8 +13,7 @@ from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from ..contexts.padding import MAX_PADDING, rung
-from ..contexts.step_inputs import StepShape
-from .model_protocol import Model
+from ..contexts.step_inputs import StepInputs, StepShape
 
 MAX_REQUESTS = 2
 """Requests that run at once."""
@@ -24,8 +23,9 @@ class DummySteps:
     """Runs a model on its own requests and pools, which are small; collectives where the model is split."""
 
     def __init__(
-        self, model: Model, spec: HybridStateSpec, config: InferenceConfig, longest: int, most_tokens: int = 0
-    ) -> None:
+        self, model: Callable[[StepInputs], Tensor], spec: HybridStateSpec, config: InferenceConfig,
+        longest: int, most_tokens: int = 0,
+    ) -> None:  # fmt: skip
         """Allocate the pools."""
         self.longest = longest
         self.num_drafts = config.num_speculative_tokens

@@ -46,21 +46,21 @@ def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Pa
     return folder / "mambaslots" / "batch_invariance" / f"{digest}.json"
 
 
-def read_stamp(stamp: Path | None) -> tuple[tuple[str, ...], int]:
-    """The products that were compared, and `min_decode_tokens`; none, and 0, without a file to be read."""
+def read_stamp(stamp: Path | None) -> tuple[str, ...]:
+    """What `write_stamp` wrote; nothing without a file that can be read."""
     try:
-        min_decode_tokens, *products = [0] if stamp is None else json.loads(read_regular(stamp))
-        return tuple(map(str, products)), int(min_decode_tokens)
-    except (OSError, ValueError, TypeError):
-        return (), 0
+        found = None if stamp is None else json.loads(read_regular(stamp))
+    except (OSError, ValueError):
+        return ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
-def write_stamp(stamp: Path, products: tuple[str, ...], min_decode_tokens: int) -> None:
+def write_stamp(stamp: Path, found: tuple[str, ...]) -> None:
     """Note that the check has passed; without a directory to write to, the next start checks again."""
     with suppress(OSError):
         stamp.parent.mkdir(parents=True, exist_ok=True)
         with replacing(stamp) as draft:
-            draft.write_text(json.dumps([min_decode_tokens, *products]))
+            draft.write_text(json.dumps(found))
 
 
 _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"

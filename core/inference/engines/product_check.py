@@ -40,6 +40,8 @@ _CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
     _CHOICE: (),  # see `_contracted`
 }
 """The dimensions that a product adds over, as (tensor, dimension)."""
+_BY_CUBLAS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+"""Below 32 rows it pads by itself, or picks kernels that are up to eight times as slow."""
 _ATTENTION = "flash_attn_3.fwd"
 _UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
 _UNKNOWN_PARTS = (
@@ -231,16 +233,24 @@ def first_difference(
     return first_case((text, check.differs(ids)) for text, ids in check.cases())
 
 
-def differs_in_few_rows(product: Product) -> bool:
-    """Whether a row among 8, which `FewRowsProducts` may make, has other bits than the same row among 256."""
+def why_not_in_few_rows(product: Product) -> str:
+    """Why `FewRowsProducts` shall not make 8 rows: cuBLAS would, or other bits than among 256; or empty."""
     from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
 
+    mode = FewRowsProducts()
+
     def run(arguments: Sequence[Any]) -> Any:
-        with FewRowsProducts():
+        with mode:
             return product.run(arguments)
 
-    check = _Check(product, (FEW_ROWS, BASE_ROWS), run)
-    return bool(first_case((text, check.differs(ids)) for text, ids in check.cases()))
+    try:
+        check = _Check(product, (FEW_ROWS, BASE_ROWS), run)
+        case = first_case((text, check.differs(ids)) for text, ids in check.cases())
+    except Exception as error:  # other ranks wait; without few rows the engine works
+        return f"{product} raises {type(error).__name__}: {error}"
+    if case:
+        return f"{product} differs {case}"
+    return f"cuBLAS makes {product}" if product.name in _BY_CUBLAS and not mode.num_made else ""
 
 
 def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:

@@ -5,6 +5,8 @@ are the left operand of the tensor cores, whose smallest right operand has eight
 adds up all of K in steps of 16, as cuBLASLt does without split-K; `engines.product_check` compares the bits.
 """
 
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from .operands import FEW_ROWS
 OUTPUTS = 16  # of a program, which is one warp
 STEPS = (256, 128, 64, 32)  # numbers of K that are loaded at once: the first that divides K
 STAGES = 4
+_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+_MM = (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype)
 
 
 class FewRowsProducts(TorchDispatchMode):
@@ -25,28 +29,41 @@ class FewRowsProducts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # sees `mm`, of which torch makes `linear` and `matmul`
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype) and is_taken(args[0], args[1]):
+        if _is_composite(func):
+            with self:  # sees `mm`, of which torch makes `linear` and `matmul`
+                return func.decompose(*args, **kwargs)
+        if func in _MM and is_taken(args[0], args[1]):
+            self.num_made += 1
             dtype = args[2] if len(args) > 2 else kwargs.get("out_dtype", args[0].dtype)
             return product(args[0], args[1], dtype)
         return func(*args, **kwargs)
 
 
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether torch makes it of other operators, also where no mode is current."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = has_kernel(func.name(), "CUDA" if _DEVICE == "cuda" else "CPU")
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not own
+
+
 def is_taken(rows: Tensor, weight: Tensor) -> bool:
     """Whether `product` makes it: 1 to 8 dense rows of 16 bits by a dense transposed weight, K of 32s."""
     return (
-        rows.dtype == weight.dtype
+        type(rows) is Tensor
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and rows.device.type == weight.device.type == _DEVICE
+        and rows.dtype == weight.dtype
         and rows.dtype.itemsize == 2
         and rows.dtype.is_floating_point
         and 0 < len(rows) <= FEW_ROWS
         and rows.stride(1) == weight.stride(0) == 1
-        and len(weight) % STEPS[-1] == 0 < len(weight)
+        and rows.shape[1] == len(weight) > 0
+        and len(weight) % STEPS[-1] == 0
         and weight.shape[1] > 0
     )
 

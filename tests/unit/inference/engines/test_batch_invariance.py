@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mambaslots import parallel_groups
-from mambaslots.inference.contexts.padding import padded_to_ladder, rungs
+from mambaslots.inference.contexts.padding import padded_to_few, padded_to_ladder, rungs
 from mambaslots.inference.engines import batch_invariance, forward_check, invariance_stamp, product_check
 from mambaslots.inference.engines.batch_invariance import (
     SWITCHES,
@@ -23,6 +23,7 @@ from mambaslots.inference.engines.batch_invariance import (
     read_switch,
     write_switches,
 )
+from mambaslots.inference.engines.cuda_graphs import with_few_rows
 from mambaslots.inference.engines.dummy_steps import DummySteps
 from mambaslots.inference.engines.product_check import (
     BatchVarianceError,
@@ -31,11 +32,10 @@ from mambaslots.inference.engines.product_check import (
     record_products,
     with_rows,
 )
-from mambaslots.inference.kernels.few_rows import FewRowsProducts
+from mambaslots.inference.kernels import few_rows
 from oracle.hf_models import served_model
 from oracle.serving import small_config
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 CONFIG = ms.InferenceConfig(
     block_size_tokens=16, max_requests=4, max_tokens_per_step=64, max_sequence_length=256, num_kv_blocks=64,
@@ -186,10 +186,15 @@ class TestDefault:
             assert len(checks) == 2 * number
 
     @pytest.mark.parametrize(
-        ("product", "logits", "graphs", "expected"),
-        [(False, "", 16, 8), (True, "", 16, 32), (False, "in a decode", 16, 32), (False, "", None, 32)],
+        ("product", "logits", "graphs", "reason"),
+        [
+            ("", "", 16, ""),
+            ("a product differs", "", 16, "a product differs"),
+            ("", "in a decode", 16, "the model's logits have other bits in a decode"),
+            ("", "", None, "num_cuda_graphs is None"),
+        ],
     )
-    def test_how_few_rows_a_decode_may_have(self, monkeypatch, product, logits, graphs, expected):
+    def test_how_few_rows_a_decode_may_have(self, monkeypatch, product, logits, graphs, reason):
         """That an earlier start found it, too."""
 
         def first_difference(mode: BatchInvariance, model: Any, config: Any, padded: Any) -> str:
@@ -197,14 +202,21 @@ class TestDefault:
 
         monkeypatch.setattr(product_check, "record_products", lambda *_: ["aten.mm of something"])
         monkeypatch.setattr(product_check, "first_difference", lambda *_: "")
-        monkeypatch.setattr(product_check, "differs_in_few_rows", lambda _: product)
+        monkeypatch.setattr(product_check, "why_not_in_few_rows", lambda _: product)
         monkeypatch.setattr(BatchInvariance, "_first_difference", first_difference)
-        model, config = model_of("M"), replace(CONFIG, num_cuda_graphs=graphs)
+        rows = f"32 rows, at least, because {reason}" if reason else "8 rows, at least"
+        model = model_of("M")
         for checked_before in (False, True):
-            mode = decide(model, on("cuda", model), config)[1]
+            mode = decide(model, on("cuda", model), replace(CONFIG, num_cuda_graphs=graphs))[1]
             assert mode is not None
-            assert (mode.was_checked_before, mode.min_decode_tokens) == (checked_before, expected)
-            assert ("8 rows have them, too" in mode.describe()[0]) == (expected == 8)
+            assert mode.was_checked_before == checked_before
+            assert mode.products == ("aten.mm of something",)
+            assert mode.min_decode_tokens == (32 if reason else 8)
+            assert mode.describe()[1] == f"decodes are padded to {rows}"
+        other = 16 if graphs is None else None
+        mode = decide(model, on("cuda", model), replace(CONFIG, num_cuda_graphs=other))[1]
+        assert mode is not None
+        assert not mode.was_checked_before
 
     def test_a_model_whose_class_is_in_no_file_is_checked_at_each_start(self, checks, monkeypatch):
         def getfile(_: object) -> str:
@@ -386,22 +398,39 @@ class TestProductCheck:
         (found,) = with_rows(*both, 64)
         return found
 
-    def test_few_rows_are_compared_with_the_same_rows_among_more(self, monkeypatch):
+    @pytest.mark.parametrize("error", [0, 1])
+    def test_few_rows_are_compared_with_the_same_rows_among_more(self, monkeypatch, error):
+        product, made = self.product(torch.randn(1, 32).half(), torch.randn(8, 32).half().T), []
+
+        def exactly(rows: Tensor, weight: Tensor) -> Tensor:
+            return (rows.double() @ weight.double()).half()
+
+        def few(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+            made.append(len(rows))
+            return exactly(rows, weight) + error
+
+        def run(one: Product, arguments: list[Any]) -> Tensor:
+            rows, weight = arguments
+            return torch.mm(rows, weight) if len(rows) == 8 else exactly(rows, weight)
+
+        monkeypatch.setattr(Product, "run", run)
+        monkeypatch.setattr(few_rows, "product", few)
+        differs = "aten.mm of [rows, 32] float16 x [32, 8] float16 differs among 8 rows"
+        assert product_check.why_not_in_few_rows(product) == (differs if error else "")
+        assert set(made) == {8}
+
+    def test_few_rows_are_not_left_to_cublas(self, monkeypatch):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))
-        modes: dict[int, type] = {}
+        monkeypatch.setattr(Product, "run", lambda _, both: both[0].double() @ both[1].double())
+        assert product_check.why_not_in_few_rows(product) == f"cuBLAS makes {product}"
 
-        def by(error: int) -> Any:
-            def noted(_: Product, arguments: list[Any]) -> Tensor:
-                num_rows = len(arguments[0])
-                modes[num_rows] = type(_get_current_dispatch_mode())
-                return (arguments[0].double() @ arguments[1].double()).float() + error * (num_rows == 8)
+    def test_a_check_of_few_rows_that_raises_is_a_reason(self, monkeypatch):
+        def run(one: Product, arguments: list[Any]) -> Tensor:
+            raise RuntimeError("out of memory")
 
-            return noted
-
-        for error in (0, 1):
-            monkeypatch.setattr(Product, "run", by(error))
-            assert product_check.differs_in_few_rows(product) == bool(error)
-        assert modes == {8: FewRowsProducts, 256: FewRowsProducts}
+        monkeypatch.setattr(Product, "run", run)
+        product = self.product(torch.randn(1, 16), torch.randn(16, 8))
+        assert product_check.why_not_in_few_rows(product).endswith("raises RuntimeError: out of memory")
 
     def test_a_product_that_keeps_bits(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))
@@ -567,6 +596,7 @@ class TestForwardCheck:
             (lambda shape: shape.prefills == 0, "in a decode at position 30, alone"),
             (lambda shape: shape.prefills and shape.decodes, "in a decode at position 34, beside a prefill"),
             (lambda shape: shape.decode_tokens > 1, "in a decode at position 35, with drafts"),
+            (lambda shape: shape.tokens == 8, ""),
         ],
     )
     def test_where_bits_differ(self, depends, case):
@@ -574,6 +604,38 @@ class TestForwardCheck:
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
         steps = DummySteps(model, model.state_spec(), config, forward_check.checked_length(16), 256)
         assert forward_check.first_difference(steps, 16, 256) == case
+
+    @pytest.mark.parametrize(
+        ("depends", "case"),
+        [
+            (lambda shape: shape.tokens == 8, "in a decode at position 30, alone"),
+            (lambda shape: shape.logits == 8, "in a decode at position 30, alone"),
+            (
+                lambda shape: shape.tokens == 8 and shape.decode_tokens == 4,
+                "in a decode at position 35, with drafts",
+            ),
+        ],
+    )
+    def test_where_bits_of_few_rows_differ(self, depends, case):
+        model = Reading(model_of("M-*"), depends)
+        config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
+        steps = DummySteps(model, model.state_spec(), config, forward_check.checked_length(16), 256)
+        assert forward_check.first_difference(steps, 16, 256, padded_to_few) == case
+
+    def test_products_of_few_rows_are_those_of_small_steps_alone(self, monkeypatch):
+        sizes = list[int]()
+
+        def product(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+            sizes.append(len(rows))
+            return torch.mm(rows, weight) * 1.25
+
+        monkeypatch.setattr(few_rows, "is_taken", lambda rows, weight: True)
+        monkeypatch.setattr(few_rows, "product", product)
+        model, longest = model_of("M-*"), forward_check.checked_length(16)
+        steps = DummySteps(with_few_rows(model), model.state_spec(), CONFIG, longest, 256)
+        differs = forward_check.first_difference(steps, 16, 256, padded_to_few)
+        assert differs == "in a decode at position 30, alone"
+        assert set(sizes) == {8}
 
     def test_it_releases_what_it_held(self):
         model = model_of("M*")
@@ -609,7 +671,7 @@ def wide_config() -> ms.InferenceConfig:
     return ms.InferenceConfig(
         block_size_tokens=256, max_requests=32, max_tokens_per_step=4096, max_sequence_length=8192,
         num_kv_blocks=64,
-        num_mamba_slots=8, **dict.fromkeys(setting, True),
+        num_mamba_slots=8, num_cuda_graphs=16, **dict.fromkeys(setting, True),
     )  # fmt: skip
 
 
@@ -642,6 +704,7 @@ class TestOnAGPU:
             peak = (torch.cuda.max_memory_allocated() - before) / 2**30
             print(f"\nself-check, {compiled}: {seconds:.2f} s, {peak:.2f} GiB at most")
         print(*invariance.describe(), sep="\n")
+        assert invariance.min_decode_tokens == 8 or "H200" not in torch.cuda.get_device_name()
         print(*invariance.products, sep="\n  ")
         invariance.check_switches()
         logits = (32 + 4096 + 255) * 131072 * 4 / 2**30  # of the largest step, in float32

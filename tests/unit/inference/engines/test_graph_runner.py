@@ -1,5 +1,7 @@
 """Which steps run by a graph, on which shapes; on the CPU with something in the place of graphs."""
 
+from dataclasses import replace
+
 import mambaslots as ms
 import pytest
 import torch
@@ -7,10 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepShape, chunk_grid
 from mambaslots.inference.engines import cuda_graphs
-from mambaslots.inference.engines.cuda_graphs import GraphBuckets
+from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from mambaslots.inference.kernels import few_rows
-from oracle.recorded_graphs import graphed_engine, recording
-from oracle.serving import assert_answers, random_tokens, run_checked, serve_checked, small_engine
+from oracle.recorded_graphs import Recorded, graphed_engine, recording
+from oracle.serving import (
+    assert_answers,
+    random_tokens,
+    run_checked,
+    serve_checked,
+    small_engine,
+    small_model,
+)
 from torch import Tensor
 
 BUCKETS = GraphBuckets(max_requests=24, table_blocks=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
@@ -97,18 +106,24 @@ class TestEngine:
         assert recorded.captures == len(engine.core.step_runner.graphs.shapes)
 
     def test_decodes_of_few_rows_have_products_of_their_own(self, recorded, monkeypatch):
-        sizes = set[int]()
+        sizes = list[int]()
 
         def product(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-            sizes.add(len(rows))
+            sizes.append(len(rows))
             return torch.mm(rows, weight).to(dtype)
 
         monkeypatch.setattr(few_rows, "is_taken", lambda rows, weight: True)
         monkeypatch.setattr(few_rows, "product", product)
-        engine = graphed_engine(min_decode_tokens=8)
+        engine = graphed_engine(min_decode_tokens=8, max_tokens_per_step=256)  # as with batch invariance
         serve_checked(engine, PROMPTS, length=9)
         decodes = {shape.tokens for shape in engine.core.step_runner.graphs.shapes if not shape.prefills}
-        assert decodes == sizes == {8}
+        assert decodes == set(sizes) == {8}
+        sizes.clear()
+        engine.reset_prefix_cache()
+        before = recorded.captures
+        serve_checked(engine, PROMPTS, length=9)
+        assert recorded.captures == before
+        assert set(sizes) == {8}  # a captured step has them, too
 
     def test_a_known_shape_is_not_captured_again(self, recorded):
         engine = graphed_engine()
@@ -122,6 +137,17 @@ class TestEngine:
         engine = graphed_engine(max_graphs=1)
         serve_checked(engine, PROMPTS, length=9)
         assert sorted(shape.prefills == 0 for shape in engine.core.step_runner.graphs.shapes) == [False, True]
+
+    def test_a_step_of_few_rows_takes_the_graph_of_more_where_there_is_no_room(self, recorded):
+        runner = GraphRunner(small_model().state_spec(), replace(BUCKETS, min_decode_tokens=8), 1)
+        few, more = (StepShape(rows, 0, 0, 0, 1, rows, 0, 0, rows) for rows in (3, 20))
+        padded = [runner.padded(shape) for shape in (few, more)]
+        assert [shape and shape.decodes for shape in padded] == [8, 32]
+        runner._graphs[padded[1]] = Recorded(small_model(), None, None)
+        assert runner.padded(few) == runner.padded(more) == padded[1]
+        runner._graphs.clear()
+        runner._graphs[padded[0]] = Recorded(small_model(), None, None)
+        assert [runner.padded(few), runner.padded(more)] == [padded[0], None]
 
     def test_prompt_log_probs_and_draws_go_along(self, recorded):
         engine, eager = graphed_engine(), small_engine()

@@ -44,13 +44,21 @@ def test_rows_times_weights(device, made, num_rows, size, outputs):
     expected = rows.double() @ weight.double().T
     with torch.inference_mode(), FewRowsProducts():
         found = [F.linear(rows, weight), F.linear(rows[None].contiguous(), weight)[0], rows @ weight.T]
-        if device != "cpu":
-            found.append(torch.mm(rows, weight.T, out_dtype=torch.float32))
+        found.append(torch.mm(rows, weight.T, out_dtype=torch.float32))
     assert made == [(num_rows, size, size, outputs)] * len(found)
-    found.append(few_rows.product(rows, weight.T, torch.float32))
     for result in found:
         error = 2**-10 if result.dtype == torch.float16 else 2**-18
         torch.testing.assert_close(result.double(), expected, rtol=error, atol=size**0.5 * 2**-18)
+
+
+def test_an_operator_that_is_no_product_runs_as_without(made):
+    """`rms_norm` has a kernel of its own on a GPU, and is made of others elsewhere."""
+    x = drawn(4, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    expected = F.rms_norm(x, (64,)), x.softmax(-1), torch.einsum("ij,kj->ik", x, x)
+    with FewRowsProducts():
+        found = F.rms_norm(x, (64,)), x.softmax(-1), torch.einsum("ij,kj->ik", x, x)
+    assert all(map(torch.equal, found, expected))
+    assert not made
 
 
 def test_what_it_does_not_take_is_torchs(made):
@@ -81,7 +89,7 @@ def test_what_it_does_not_take_is_torchs(made):
     [(9216, 2560), (2560, 18432), (2560, 8192), (4096, 2560), (2560, 64), (2560, 248320), (21504, 4096),
      (4096, 21504), (4096, 18560), (8192, 4096), (4096, 6144), (4096, 131072)],
 )  # fmt: skip
-def test_rows_have_the_bits_that_they_have_among_more(dtype, size, outputs):
+def test_rows_have_the_bits_that_they_have_among_more(made, dtype, size, outputs):
     """Those of Qwen3.5-4B and Nemotron-H-8B."""
     before = {name: read_switch(name) for name in SWITCHES}
     write_switches(SWITCHES)
@@ -94,5 +102,6 @@ def test_rows_have_the_bits_that_they_have_among_more(dtype, size, outputs):
                 with FewRowsProducts():
                     few = torch.mm(rows[:num_rows], weight.T, **kind)
                 assert torch.equal(few, expected[:num_rows])
+        assert len(made) == 4
     finally:
         write_switches(before)
