@@ -3,7 +3,8 @@
     python tools/house.py            (make house)
 
 Packages are folders of core/. Code lines have neither docstrings nor comments nor blanks. The walk serves a
-prompt and its extension, and counts the files and functions of core/ that run, without models and kernels.
+prompt and its extension, and counts the files and functions of core/ that run, without models, their
+layers and kernels.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def public_names(source: str) -> int:
 
 
 def walk() -> str:
-    """Files and functions of core/ that one prompt and its extension run, without models and kernels."""
+    """The files and functions of core/ that one prompt and its extension run, outside of the model."""
     import mambaslots as ms
 
     config = ms.InferenceConfig(
@@ -117,7 +118,7 @@ def walk() -> str:
         own = file.is_relative_to(CORE) and room_of(file).split("/")[-1] not in (
             "models",
             "kernels",
-            "mixers",
+            "layers",
         )
         if own and not code.co_name.startswith("<"):
             functions.append((file, max(line or 0 for *_, line in code.co_lines()) - code.co_firstlineno + 1))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..files import CONFIG, ModelFolderError
+from ..layers.weight_part import part_of
 from ..model_parts import ModelShard, Part
-from ..models.weight_part import part_of
 from ..parallel_groups import ParallelGroups
 from ..state_spec import (
     HybridStateSpec,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
-from ..models.layer_steps import sum_over_ranks
+from ..layers.over_ranks import sum_over_ranks
 from ..parallel_groups import ParallelGroups
 
 

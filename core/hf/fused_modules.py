@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.layer_steps import attend
+from ..layers.mixer_step import attend
 from .current_step import CurrentStep
 from .joint_linear import JointLinear
 

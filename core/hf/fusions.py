@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..models.layer_steps import head_logits
+from ..layers.over_ranks import head_logits
 from .current_step import CurrentStep
 from .fused_modules import NormForward, mlp_forward, scaled
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..inference.kernels.operands import DeltaNet
-from ..models.layer_steps import Mamba2, convolve, gated_norm, run_delta_net, run_mamba2
+from ..layers.mixer_step import Mamba2, convolve, run_delta_net, run_mamba2
+from ..layers.over_ranks import gated_norm
 from .current_step import CurrentStep
 from .fused_modules import scaled
 from .joint_linear import JointLinear

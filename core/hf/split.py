@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..model_parts import Part
-from ..models.weight_part import (
+from ..layers.weight_part import (
     WeightPart,
     checked_part,
     delta_net_channels,
@@ -16,6 +15,7 @@ from ..models.weight_part import (
     span,
     vocabulary_part_of,
 )
+from ..model_parts import Part
 from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .architectures import ARCHITECTURES

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..files import CONFIG, ModelFolderError, read_object, section
-from ..models.weight_part import WeightPart
+from ..layers.weight_part import WeightPart
 from ..validation import INT32_MAX, ceil_div, ints_within
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from ..files import ModelFolderError
-from ..models.weight_part import WeightPart, set_weight
+from ..layers.weight_part import WeightPart, set_weight
 from ..progress import ProgressBar
 from .moved_hooks import names_moved_hooks
 from .weight_files import WeightFiles

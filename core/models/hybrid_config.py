@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from ..inference.kernels.operands import compute_dtype
+from ..layers.weight_part import checked_part
 from ..model_parts import ModelShard, Part
 from ..parallel_groups import ParallelGroups
 from ..state_spec import StateTensor, gated_delta_net_states, mamba2_states, short_conv_states
 from ..validation import INT32_MAX, check_fields, float_dtype, integer, real, refused, set_field
-from .weight_part import checked_part
 
 _SHARED = ("mamba_num_groups", "delta_num_key_heads", "num_kv_heads")
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from ..files import ModelFolderError, existing_folder
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import kernel_set
+from ..layers.over_ranks import head_logits, sum_over_ranks
+from ..layers.weight_part import vocabulary_part_of
 from ..parallel_groups import ParallelGroups, checked_groups
 from ..state_spec import HybridStateSpec
 from ..validation import device as checked_device
 from ..validation import float_dtype, instance, integer
 from .hybrid_config import HybridConfig
-from .layer_steps import head_logits, sum_over_ranks
 from .mixers import MIXERS
-from .weight_part import vocabulary_part_of
 from .weights import ModelWeights, RandomWeights, SavedWeights, WeightSource, read_config, write
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
 from ..inference.kernels.operands import DeltaNet
+from ..layers.mixer_step import Mamba2, attend, convolve, run_delta_net, run_mamba2
+from ..layers.over_ranks import gated_norm
+from ..layers.weight_part import delta_net_channels, mamba2_channels, shifted, span
 from .hybrid_config import HybridConfig
-from .layer_steps import Mamba2, attend, convolve, gated_norm, run_delta_net, run_mamba2
-from .weight_part import delta_net_channels, mamba2_channels, shifted, span
 from .weights import ModelWeights
 
 

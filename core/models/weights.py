@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..files import CONFIG, ModelFolderError, check_regular, read_object, replacing
+from ..layers.weight_part import WeightPart
 from ..parallel_groups import ParallelGroups
 from ..validation import shown
 from .hybrid_config import HybridConfig
-from .weight_part import WeightPart
 
 
 class RandomWeights:
