@@ -1,7 +1,7 @@
 """Argument checks of public constructors and calls.
 
 Every message names the argument, the value and what is accepted. The checks of dtypes, tensors and devices
-import torch when they are called; the others need no torch.
+import torch when they are called; the others need no torch. `ceil_div` is here for all packages.
 """
 
 import math

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..model_parts import Part
 from ..parallel_groups import ParallelGroups
+from ..validation import ceil_div
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def checked_part(name: str, total: int, groups: ParallelGroups, *, shared: bool 
 
 def vocabulary_part_of(total: int, groups: ParallelGroups) -> Part:
     """This rank's rows of the head: `total / size` rounded up, and fewer on the last ranks."""
-    rows = -(-total // groups.tensor_size)
+    rows = ceil_div(total, groups.tensor_size)
     start = min(total, rows * groups.tensor_rank)
     return Part(start, min(total, start + rows), total)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..validation import ceil_div
 from .overrides import override
 from .versions import MAMBA_METADATA, MAMBA_MIXER
 
@@ -39,7 +40,7 @@ def checkpoint_rows(
 ) -> tuple[list[int], list[int]]:
     """The chunk index and the packed position of each offset; every sequence has at least one chunk."""
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
-    first_chunks = accumulate((max(1, -(-length // chunk_size)) for length in lengths), initial=0)
+    first_chunks = accumulate((max(1, ceil_div(length, chunk_size)) for length in lengths), initial=0)
     chunks, positions = [], []
     for start, first, row, count in zip(cu_seqlens, first_chunks, offsets, counts, strict=False):
         for offset in row[:count]:

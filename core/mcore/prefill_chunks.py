@@ -10,6 +10,7 @@ import torch
 from ..inference.contexts.cache import cached_states
 from ..inference.contexts.cache.cached_states import Span
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED
+from ..validation import ceil_div
 from .host_record import HostRecord, check_lengths, record_of
 from .overrides import is_on_stock, override
 from .versions import DYNAMIC_CONTEXT, DYNAMIC_ENGINE, KV_ALLOCATOR, MHA_METADATA, num_free_blocks
@@ -33,7 +34,7 @@ class HostMatch(NamedTuple):
 def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     """Match the next `length` tokens: skip to the deepest committed state that leaves a token to compute."""
     size, finished = context.block_size_tokens, request.finished_chunk_token_count
-    first, required = -(-finished // size), -(-(finished + length) // size)
+    first, required = ceil_div(finished, size), ceil_div(finished + length, size)
     hashes = request.precomputed_block_hashes[first:required]
     matched: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, hashes))
     if None in matched:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..validation import ceil_div
 from .overrides import owner_class
 from .versions import DYNAMIC_CONTEXT, INFERENCE_REQUEST, KV_ALLOCATOR, series_of
 
@@ -44,7 +45,7 @@ def make_context(
     **options: Any,
 ) -> Any:
     """A context with `blocks` and `slots` besides the host's dummy block and scratch."""
-    scratch = min(-(-max_tokens // BLOCK), 3 * max_requests)
+    scratch = min(ceil_div(max_tokens, BLOCK), 3 * max_requests)
     budget = (blocks + 1.5) * KV_BLOCK_BYTES + max_requests * STATE_BYTES
     model = _transformer.TransformerConfig(
         num_layers=len(layers) * stages, hidden_size=1, num_attention_heads=1, params_dtype=torch.float32,

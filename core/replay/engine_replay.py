@@ -14,6 +14,7 @@ from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest,
 from ..inference.engines.scheduler import Scheduler
 from ..params_and_results import SamplingParams
 from ..state_spec import HybridStateSpec
+from ..validation import ceil_div
 from .setting import ReplayResult, StepCost
 from .trace import Tokens, Trace
 
@@ -243,7 +244,7 @@ class EngineReplay:
             if not number:
                 return
         if (horizon_ns := self.arrivals.horizon_ns) is not None:
-            number = min(number, -(-(horizon_ns - self.now_ns) // max(step_ns, 1)))
+            number = min(number, ceil_div(horizon_ns - self.now_ns, max(step_ns, 1)))
         if number > 0:
             self._pass_decodes(number, step_ns)
 

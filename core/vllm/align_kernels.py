@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..inference.kernels.state_move import PROGRAMS, copy_tile
+from ..validation import ceil_div
 from .align_reference import AlignLayout, StateRecord
 
 COPY_BYTES = 16384  # bytes of one tile: 1024 accesses of 16 bytes, 8 independent ones for each thread
@@ -265,7 +266,7 @@ def postprocess_align(
 
 def _launch(kernel: Any, layout: AlignLayout, num_reqs: int, *arguments: Any) -> None:
     tables, num_states = layout.block_tables[0], len(layout.states)
-    num_tiles = max(1, min(TILES, -(-layout.max_state_bytes // COPY_BYTES)))
+    num_tiles = max(1, min(TILES, ceil_div(layout.max_state_bytes, COPY_BYTES)))
     programs = min(PROGRAMS, num_reqs * num_states * num_tiles)
     if programs:
         kernel[(programs,)](

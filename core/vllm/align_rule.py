@@ -58,7 +58,7 @@ def advance(
     block_size_tokens: int,
 ) -> StateMoves:
     """The rule before a forward; `columns` and `accepted` are those of the step before."""
-    last_columns = -(-(num_computed + num_scheduled) // block_size_tokens) - 1
+    last_columns = (num_computed + num_scheduled - 1) // block_size_tokens
     running = np.where(columns < FRESH, columns, last_columns)
     moves = (columns >= 0) & (columns != running)
     return StateMoves(running, columns, np.maximum(accepted - 1, 0), np.where(moves, 1, accepted), moves)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...config import InferenceConfig
+from ...validation import ceil_div
 from .cache.cached_states import PrefixMatch
 from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundaries
 from .cache.prefix_cache import PrefixCache
@@ -286,7 +287,7 @@ class Admission:
         return self.num_available_slots >= self.slots_per_row
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return ceil_div(num_tokens, self._block_size)
 
     def _shared_tokens(
         self, request: DynamicInferenceRequest, match: PrefixMatch, waiting: Iterable[DynamicInferenceRequest]

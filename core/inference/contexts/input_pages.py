@@ -9,6 +9,7 @@ import torch
 
 from ...config import InferenceConfig
 from ...state_spec import STATE_ALIGNMENT, HybridStateSpec
+from ...validation import ceil_div
 from .cache.kv_block_allocator import KVBlockAllocator
 from .dynamic_request import Allocation, ScheduledRequest
 
@@ -36,12 +37,12 @@ class InputPages(NamedTuple):
         if not tokens:
             return cls()
         chunk = spec.chunk_tokens(config.block_size_tokens)
-        per_chunk = -(-chunk // tokens)
-        return cls(-(-chunk // per_chunk), per_chunk) if per_chunk <= MAX_PAGES else cls()
+        per_chunk = ceil_div(chunk, tokens)
+        return cls(ceil_div(chunk, per_chunk), per_chunk) if per_chunk <= MAX_PAGES else cls()
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages of the first tokens of a chunk."""
-        return -(-num_tokens // self.tokens) if self.tokens else 0
+        return ceil_div(num_tokens, self.tokens) if self.tokens else 0
 
     def num_pages_of(self, count: int) -> int:
         """Pages of so many requests: half of their chunks, and four standard deviations."""
@@ -54,7 +55,7 @@ class InputPages(NamedTuple):
         Example: 10 requests of at most 4 blocks and 15 pages. With 100 blocks, 60 may be evicted: 90 are
         added.
         """
-        rows, longest = config.max_requests, -(-config.max_sequence_length // config.block_size_tokens)
+        rows, longest = config.max_requests, ceil_div(config.max_sequence_length, config.block_size_tokens)
         spare, average = num_blocks - rows * longest, self.num_pages_of(rows)
         return average if spare < 0 else max(average, rows * self.per_chunk - spare)
 
@@ -136,7 +137,7 @@ def page_offsets(spec: HybridStateSpec, num_tokens: int) -> tuple[dict[str, int]
             if entry.layout == "page":
                 offsets[entry.name] = end
                 size = tensor.num_layers * num_tokens * math.prod(entry.shape) * entry.dtype.itemsize
-                end += -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
+                end += ceil_div(size, STATE_ALIGNMENT) * STATE_ALIGNMENT
     return offsets, end
 
 

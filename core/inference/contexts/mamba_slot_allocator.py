@@ -12,6 +12,7 @@ from torch import Tensor
 from ...validation import (
     INT32_MAX,
     addressable,
+    ceil_div,
     checked_integers,
     float_dtype,
     integer,
@@ -329,7 +330,7 @@ class MambaSlotAllocator:
         self._planned.clear_row(row)
         if not getattr(req, "precomputed_block_hashes", True) or stop // block <= start // block:
             return
-        branch_tokens = (-(-finished // block) + num_matched_blocks) * block if num_matched_blocks else 0
+        branch_tokens = (ceil_div(finished, block) + num_matched_blocks) * block if num_matched_blocks else 0
         branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
         boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
         if boundaries:

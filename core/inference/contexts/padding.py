@@ -1,5 +1,6 @@
 """The sizes that steps are padded to, and the upper bounds of all sizes."""
 
+from ...validation import ceil_div
 from ..kernels.operands import FEW_ROWS
 from .step_inputs import StepShape
 
@@ -13,7 +14,7 @@ MAX_PADDING = _BLOCK - 1
 def rung(rows: int) -> int:
     """The smallest rung that is at least `rows`: 32, 64, 128, 256, then multiples of 256. 0 stays 0."""
     if rows > _BLOCK:
-        return -(-rows // _BLOCK) * _BLOCK
+        return ceil_div(rows, _BLOCK) * _BLOCK
     return max(SMALLEST_RUNG, power_of_two(rows)) if rows else 0
 
 
@@ -56,7 +57,7 @@ def largest_shape(
         max_requests, max_tokens_per_step = rung(max_requests), max_tokens_per_step + MAX_PADDING
         decode_tokens = power_of_two(decode_tokens)
     num_decode_tokens = max_requests * decode_tokens
-    num_chunks = -(-max_tokens_per_step // chunk_size)
+    num_chunks = ceil_div(max_tokens_per_step, chunk_size)
     return StepShape(
         decodes=max_requests, prefills=max_requests, prefill_tokens=max_tokens_per_step,
         max_query_tokens=max_tokens_per_step, table_blocks=table_blocks,

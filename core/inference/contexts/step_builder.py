@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
+from ...validation import ceil_div
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch
 from .request_states import RequestStates
@@ -76,7 +77,7 @@ class StepBuffer:
 
 def _words(count: int, int32: bool) -> int:
     """int64 words of `count` numbers, rounded up to even: each field starts at a multiple of 16 bytes."""
-    return 2 * (-(-count // 4) if int32 else -(-count // 2))
+    return 2 * ceil_div(count, 4 if int32 else 2)
 
 
 def _total_words(shape: StepShape) -> int:
@@ -143,7 +144,7 @@ class StepBuilder:
 
     def _token_values(self, batch: Batch, layout: "_Layout", block_table: Array) -> dict[str, Any]:
         size = self._block_size
-        num_blocks = -(-max(layout.stops) // size)
+        num_blocks = ceil_div(max(layout.stops), size)
         rows = [scheduled.allocation.row for scheduled in batch]
         table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
         registered = np.array([scheduled.allocation.path.num_registered * size for scheduled in batch])

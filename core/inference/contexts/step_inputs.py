@@ -281,7 +281,7 @@ def chunk_grid(
     chunks = absolute_chunks(before, starts, counts, chunk_size)
     begins = before[rows]
     ends = begins + counts[rows]
-    chunks_after = -(-ends // chunk_size) - positions // chunk_size
+    chunks_after = (ends + (chunk_size - 1)) // chunk_size - positions // chunk_size
     return ChunkGrid(
         chunks.cu_chunk_seqlens,
         chunks.seq_idx,

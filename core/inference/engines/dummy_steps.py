@@ -9,6 +9,7 @@ from torch import Tensor
 from ...config import InferenceConfig
 from ...params_and_results import SamplingParams
 from ...state_spec import HybridStateSpec
+from ...validation import ceil_div
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
@@ -34,7 +35,7 @@ class DummySteps:
         small = replace(
             config, max_requests=MAX_REQUESTS,
             max_tokens_per_step=max(rung(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
-            max_sequence_length=longest, num_kv_blocks=MAX_REQUESTS * -(-longest // self._block_size),
+            max_sequence_length=longest, num_kv_blocks=MAX_REQUESTS * ceil_div(longest, self._block_size),
             num_mamba_slots=None, total_gb=None, host_cache_gb=0.0, disk_cache=None,
             enable_prefix_caching=False, free_memory="keep",
         )  # fmt: skip

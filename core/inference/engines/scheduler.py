@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from ...errors import KVBlockCapacityError, LiveSlotCapacityError
-from ...validation import integers
+from ...validation import ceil_div, integers
 from ..contexts.cache.cached_states import PrefixMatch
 from ..contexts.cache.checkpoint_plan import MAX_COMPARED
 from ..contexts.cache.prefix_cache import PrefixCache
@@ -200,7 +200,7 @@ class Scheduler:
         """How many KV blocks, and blocks for inputs, the request needs."""
         num_tokens = len(request.tokens)
         num_pages = self._context.admission.num_pages(num_tokens)
-        return -(-num_tokens // self._config.block_size_tokens) + num_pages
+        return ceil_div(num_tokens, self._config.block_size_tokens) + num_pages
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""

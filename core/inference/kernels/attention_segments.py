@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .operands import AttentionRows
 
 
@@ -182,7 +183,7 @@ def combine_segments(
         return out
     block_dim = triton.next_power_of_2(head_dim)
     block_heads = min(max(1, BLOCK // block_dim), triton.next_power_of_2(heads))
-    combine_segments_kernel[(tokens, triton.cdiv(heads, block_heads))](
+    combine_segments_kernel[(tokens, ceil_div(heads, block_heads))](
         earlier, earlier_log_sums, own, own_log_sums, positions, out,
         *earlier.stride()[:3], *own.stride()[:3], *earlier_log_sums.stride(), *own_log_sums.stride(),
         *out.stride()[:2], heads, earlier.shape[0],
@@ -356,7 +357,7 @@ class _Step:
 
     def _attend_own(self, query: Tensor, first: int, num_rows: int, longest: int) -> tuple[Tensor, Tensor]:
         """What queries find in their own segments, with a first dimension of stride 0 for the segment."""
-        touched = 1 + -(-(longest - 1) // self._segments.short)  # at most, by the longest row
+        touched = 1 + ceil_div(longest - 1, self._segments.short)  # at most, by the longest row
         touched, longest = min(self._num_segments, touched), min(longest, self._segments.long)
         pairs = self._pairs(query, first, num_rows, Readers.WITHIN, touched, longest)
         found, log_sums = self._attend(query, self._kv_cache, pairs, self._scale, is_causal=True)

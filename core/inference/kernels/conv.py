@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .tiles import any_index
 
 # mypy: disable-error-code="assignment"
@@ -30,8 +31,8 @@ def causal_conv1d_prefill(
     tokens, conv_dim = x.shape
     rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    works = rows + checkpoints + triton.cdiv(tokens, PREFILL_TOKENS)
-    prefill_kernel[(works * triton.cdiv(conv_dim, PREFILL_CHANNELS),)](
+    works = rows + checkpoints + ceil_div(tokens, PREFILL_TOKENS)
+    prefill_kernel[(works * ceil_div(conv_dim, PREFILL_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out,
         sources, destinations, query_start_loc, token_rows,
         checkpoint_rows, checkpoint_ends, checkpoint_destinations,
@@ -51,7 +52,7 @@ def causal_conv1d_update(
     """As `torch_conv.causal_conv1d_update`."""
     rows, tokens, conv_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    update_kernel[(rows * triton.cdiv(conv_dim, UPDATE_CHANNELS),)](
+    update_kernel[(rows * ceil_div(conv_dim, UPDATE_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out, sources, destinations,
         conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(), *destinations.stride(),

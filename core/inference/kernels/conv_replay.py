@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .conv import convolved, load_taps
 from .operands import check_slots
 
@@ -26,7 +27,7 @@ def causal_conv1d_replay(
     rows, tokens, conv_dim = x.shape
     check_slots(conv_inputs=conv_inputs)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    replay_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
+    replay_kernel[(rows * ceil_div(conv_dim, CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, conv_inputs, out,
         input_rows, starts, lengths, destinations,
         conv_dim,
@@ -45,7 +46,7 @@ def keep_conv_inputs(
     """As `torch_conv.keep_conv_inputs`; a ValueError where the rings are not contiguous in each slot."""
     rows, conv_dim, width = input_rows.shape[0], x.shape[1], conv_states.shape[-1]
     check_slots(conv_inputs=conv_inputs)
-    keep_kernel[(rows * triton.cdiv(conv_dim, CHANNELS),)](
+    keep_kernel[(rows * ceil_div(conv_dim, CHANNELS),)](
         x, conv_states, conv_inputs, input_rows, starts, sources, query_start_loc,
         conv_dim,
         *x.stride(), *conv_states.stride(), conv_inputs.stride(0),

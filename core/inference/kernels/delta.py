@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .operands import check_slots
 from .tiles import any_index, load_tile
 
@@ -40,7 +41,7 @@ def delta_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     queries, keys = (torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(2))
     values = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     heads = 2 * key_heads + value_heads
-    delta_operands_kernel[(triton.cdiv(tokens, OPERAND_TOKENS) * heads,)](
+    delta_operands_kernel[(ceil_div(tokens, OPERAND_TOKENS) * heads,)](
         q, k, v, queries, keys, values, tokens, *q.stride(), *k.stride(), *v.stride(),
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=triton.next_power_of_2(value_dim),
@@ -127,7 +128,7 @@ def delta_state_passing(
     entering = keys.new_empty(chunks, heads, key_dim, value_dim)
     new_values = torch.empty_like(written) if new_v is None else new_v
     blocks, num_stages = passing_blocks(key_dim, value_dim, keys.dtype)
-    grid = (triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * sources.shape[0],)
+    grid = (ceil_div(value_dim, blocks["BLOCK_V"]) * heads * sources.shape[0],)
     delta_state_passing_kernel[grid](
         keys, read_keys, written, log_decays, states, entering, new_values,
         sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
@@ -289,7 +290,7 @@ def gated_delta_rule_update(
     key_heads, key_dim = k.shape[2:]
     out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     block_k, block_v = update_blocks(key_dim, value_dim)
-    update_kernel[(rows * heads * triton.cdiv(value_dim, block_v),)](
+    update_kernel[(rows * heads * ceil_div(value_dim, block_v),)](
         q, k, v, g, beta, states, out, sources, destinations,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *states.stride(), *destinations.stride(),

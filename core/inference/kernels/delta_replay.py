@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .conv import convolved
 from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
 from .delta_solve import decay_sums, of_blocks, solve_rows
@@ -72,7 +73,7 @@ def gated_delta_rule_replay(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     blocks = output_blocks(tokens, key_dim, value_dim, states.dtype)
     read = v_inputs, beta_inputs, new_v_inputs, states
-    outputs_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * rows,)](
+    outputs_kernel[(ceil_div(value_dim, blocks["BLOCK_V"]) * heads * rows,)](
         queries, *solved, *read, out, *decodes, sources,
         *(pool.stride(0) for pool in read), key_dim**-0.5,
         tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size, v_inputs.shape[1],
@@ -95,9 +96,9 @@ def complete_delta_chunks(
     rows, (layers, _, heads, key_dim, value_dim) = input_rows.shape[0], states.shape
     pools = k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states
     blocks = completion_blocks(key_dim, value_dim)
-    groups = min(rows, triton.cdiv(COMPLETION_GROUPS, layers))
-    groups = max(groups, triton.cdiv(rows, COMPLETION_ROWS))
-    complete_chunks_kernel[(triton.cdiv(value_dim, blocks["BLOCK_V"]) * heads * groups * layers,)](
+    groups = min(rows, ceil_div(COMPLETION_GROUPS, layers))
+    groups = max(groups, ceil_div(rows, COMPLETION_ROWS))
+    complete_chunks_kernel[(ceil_div(value_dim, blocks["BLOCK_V"]) * heads * groups * layers,)](
         *pools, input_rows, page_table(pages, input_rows), sources, destinations,
         *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools), groups, rows,
         heads, heads // k_inputs.shape[3], key_dim, value_dim, chunk_size, k_inputs.shape[2],
@@ -161,8 +162,8 @@ def _keep_rows(
     q, k = (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
     g, beta = (x if x.dim() == 3 else x[:, None] for x in (g, beta))
     sizes = keep_blocks(tokens, heads, key_dim, value_dim)
-    tiles = (1 if tails else 2) * triton.cdiv(tokens * key_heads, sizes["BLOCK_R"])
-    tiles += triton.cdiv(tokens * heads, sizes["BLOCK_R"]) + triton.cdiv(tokens, sizes["BLOCK_G"])
+    tiles = (1 if tails else 2) * ceil_div(tokens * key_heads, sizes["BLOCK_R"])
+    tiles += ceil_div(tokens * heads, sizes["BLOCK_R"]) + ceil_div(tokens, sizes["BLOCK_G"])
     made_of, conv_strides = (None,) * 7, (0, 0)
     conv = {"KERNEL": 0, "WINDOW": 0, "RING": 0, "DOUBLED": False}
     if raw is not None:

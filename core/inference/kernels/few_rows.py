@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...validation import ceil_div
 from .operands import FEW_ROWS
 
 OUTPUTS = 16  # of a program, which is one warp
@@ -72,7 +73,7 @@ def product(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`rows` [up to 8, K] times `weight` [K, N], added in float32: a new [rows, N] of `dtype`."""
     (num_rows, size), num_outputs = rows.shape, weight.shape[1]
     out = torch.empty(num_rows, num_outputs, dtype=dtype, device=rows.device)
-    few_rows_kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
+    few_rows_kernel[(ceil_div(num_outputs, OUTPUTS),)](
         out, rows, weight, num_rows, num_outputs, size, rows.stride(0), weight.stride(1),
         OUTPUTS=OUTPUTS, ROWS=FEW_ROWS, STEP=next(step for step in STEPS if size % step == 0),
         STAGES=STAGES, num_warps=1,

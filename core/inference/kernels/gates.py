@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
+
 BLOCK = 1024  # elements of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
 
@@ -52,7 +54,7 @@ def _activated(x: Tensor, gate: Tensor, dtype: torch.dtype, activation: str) -> 
     x, gate = (dense(tensor.reshape(-1, inner, tensor.shape[-1])) for tensor in (x, gate))
     num_rows, width = x.shape[0] * inner, x.shape[2]
     rows, columns = tile(width)
-    activation_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+    activation_kernel[(ceil_div(num_rows, rows), ceil_div(width, columns))](
         out, x, gate, num_rows, *x.stride()[:2], *gate.stride()[:2],
         INNER=inner, WIDTH=width, ACTIVATION=activation, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns,
         num_warps=NUM_WARPS,
@@ -104,7 +106,7 @@ def time_steps(
     A = torch.empty(heads, dtype=torch.float32, device=dt.device)
     block_h = triton.next_power_of_2(heads)
     block_t = max(1, BLOCK // block_h)
-    time_steps_kernel[(max(1, triton.cdiv(tokens, block_t)),)](
+    time_steps_kernel[(max(1, ceil_div(tokens, block_t)),)](
         dt, dt_bias, A_log, steps, A, tokens, shortest, longest,
         *dt.stride(), dt_bias.stride(0), A_log.stride(0),
         HEADS=heads, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=NUM_WARPS,
@@ -178,7 +180,7 @@ def delta_gates(
     g, beta = (torch.empty(tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2))
     block_h = triton.next_power_of_2(heads)
     block_t = max(1, BLOCK // block_h)
-    delta_gates_kernel[(triton.cdiv(tokens, block_t),)](
+    delta_gates_kernel[(ceil_div(tokens, block_t),)](
         a, b, A_log, dt_bias, g, beta, tokens,
         *a.stride(), *b.stride(), A_log.stride(0), dt_bias.stride(0),
         HEADS=heads, INNER=inner, DOUBLED=doubled, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=NUM_WARPS,

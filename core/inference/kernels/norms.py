@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .gates import dense, dense_rows, sigmoid
 from .operands import check_last_stride
 
@@ -50,7 +51,7 @@ def _launch_norm(
     residual = None if residual is None else dense_rows(residual)
     num_rows, width = x.shape
     rows, columns, warps = norm_tile(width)
-    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    rms_norm_kernel[(ceil_div(num_rows, rows),)](
         out, total, x, residual, weight, eps, offset, num_rows,
         x.stride(0), 0 if residual is None else residual.stride(0),
         WIDTH=width, ADD=residual is not None, BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, num_warps=warps,
@@ -112,7 +113,7 @@ def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_fir
     heads = outer * inner
     out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
     block_h, block_d, num_warps = gated_blocks(heads, dim)
-    gated_norm_kernel[(tokens * triton.cdiv(heads, block_h),)](
+    gated_norm_kernel[(tokens * ceil_div(heads, block_h),)](
         x, gate, weight, out, eps, *x.stride()[:3], *gate.stride()[:3],
         HEADS=heads, INNER=inner, DIM=dim, WEIGHTS=weight.numel(), GATE_FIRST=gate_first,
         BLOCK_H=block_h, BLOCK_D=block_d, num_warps=num_warps,
@@ -184,8 +185,8 @@ def qk_norm_rotary(
     query, key, cos, sin = map(dense, (query, key, cos, sin))
     block_dim = triton.next_power_of_2(dim)
     block_heads = min(max(1, QK_BLOCK // block_dim), triton.next_power_of_2(query_heads))
-    query_blocks = triton.cdiv(query_heads, block_heads)
-    qk_norm_rotary_kernel[(tokens, query_blocks + triton.cdiv(key_heads, block_heads))](
+    query_blocks = ceil_div(query_heads, block_heads)
+    qk_norm_rotary_kernel[(tokens, query_blocks + ceil_div(key_heads, block_heads))](
         query_out, key_out, query, key, cos, sin, query_weight, key_weight,
         eps, offset,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos.stride(0), sin.stride(0),

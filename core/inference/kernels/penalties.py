@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
+
 BLOCK = 4096
 
 
@@ -13,7 +15,7 @@ def penalize(logits: Tensor, counts: Tensor, count_rows: Tensor, settings: Tenso
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocabulary = logits.shape
     out = torch.empty(logits.shape, dtype=settings.dtype, device=logits.device)
-    penalize_kernel[(num_rows, triton.cdiv(vocabulary, BLOCK))](
+    penalize_kernel[(num_rows, ceil_div(vocabulary, BLOCK))](
         out, logits, counts, count_rows, settings,
         num_rows, vocabulary, logits.stride(0), counts.stride(0), BLOCK=BLOCK,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
 from .tiles import any_index
 
@@ -26,7 +27,7 @@ def selective_state_update(
     groups, state_dim = B.shape[2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     block_p, block_n = update_blocks(head_dim, state_dim)
-    update_kernel[(rows * heads * triton.cdiv(head_dim, block_p),)](
+    update_kernel[(rows * heads * ceil_div(head_dim, block_p),)](
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,
         *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *D.stride(),
         *ssm_states.stride(), *destinations.stride(),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .operands import check_last_stride, check_slots, page_table
 from .ssd import operand_dtype
 from .ssd_stages import (
@@ -49,7 +50,7 @@ def ssd_replay(
     blocks, options = block_sizes(tokens, chunk_size, head_dim, state_dim, operands)
     head_block = heads_of_a_program(rows, heads, heads // groups)
     y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
-    ssd_replay_kernel[(triton.cdiv(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
+    ssd_replay_kernel[(ceil_div(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
         x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, dt_inputs, y,
         input_rows, page_table(pages, input_rows), starts, lengths, sources, destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
@@ -90,7 +91,7 @@ def block_sizes(
     options = {"num_warps": 4, "num_stages": 1 if wide else 2}
     if not wide and tokens <= 2:
         options |= {"num_warps": 8, "maxnreg": 128}
-    return blocks | {"ALIGNED": aligned, "M_TILES": triton.cdiv(reach, blocks["BLOCK_M"])}, options
+    return blocks | {"ALIGNED": aligned, "M_TILES": ceil_div(reach, blocks["BLOCK_M"])}, options
 
 
 @triton.jit
@@ -361,7 +362,7 @@ def keep_ssd_inputs(
     )  # fmt: skip
     heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
-    keep_dt_kernel[(triton.cdiv(heads, block_h), input_rows.shape[0])](
+    keep_dt_kernel[(ceil_div(heads, block_h), input_rows.shape[0])](
         dt, A, dt_inputs, input_rows, tail_starts, query_start_loc,
         *dt.stride(), A.stride(0), dt_inputs.stride(0),
         HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .operands import check_last_stride, check_slots
 from .tiles import load_tile
 
@@ -29,7 +30,7 @@ def chunk_cumsum(dt: Tensor, A: Tensor, chunk_size: int, cu_chunk_seqlens: Tenso
     heads, chunks = dt.shape[1], cu_chunk_seqlens.shape[0] - 1
     chunk_dt, log_decays = torch.empty(2, heads, chunks, chunk_size, dtype=torch.float32, device=dt.device)
     block_h = heads_of_a_warp(heads)
-    chunk_cumsum_kernel[(chunks, triton.cdiv(heads, block_h))](
+    chunk_cumsum_kernel[(chunks, ceil_div(heads, block_h))](
         dt, A, cu_chunk_seqlens, chunk_dt, log_decays,
         *dt.stride(), A.stride(0), chunk_dt.stride(0),
         HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,
@@ -121,7 +122,7 @@ def chunk_scan(
     operands = entering_states.dtype
     blocks, num_warps, num_stages = scan_blocks(chunk_size, head_dim, state_dim, operands)
     y = torch.empty(tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
-    tiles = triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(head_dim, blocks["BLOCK_P"])
+    tiles = ceil_div(chunk_size, blocks["BLOCK_M"]) * ceil_div(head_dim, blocks["BLOCK_P"])
     chunk_scan_kernel[(tiles, heads, chunks)](
         x, dt, log_decays, C, CB, D, entering_states, cu_chunk_seqlens, y,
         x.stride(0), x.stride(1), C.stride(0), C.stride(1), D.stride(0), dt.stride(0),
@@ -135,7 +136,7 @@ def scan_blocks(
     chunk_size: int, head_dim: int, state_dim: int, operands: torch.dtype = torch.float32
 ) -> tuple[dict[str, int], int, int]:
     """Tile sizes, warps and pipeline stages. The number of tokens has no say: other rows change no bits."""
-    block_p = min((64, 32), key=lambda block: triton.cdiv(head_dim, block) * block)
+    block_p = min((64, 32), key=lambda block: ceil_div(head_dim, block) * block)
     narrow = operands.itemsize == 2
     blocks = {
         "BLOCK_M": min(64, padded_side(chunk_size)),
@@ -246,7 +247,7 @@ def chunk_scores(
     chunks, (groups, state_dim) = cu_chunk_seqlens.shape[0] - 1, C.shape[1:]
     CB = torch.empty(chunks, groups, chunk_size, chunk_size, dtype=torch.float32, device=C.device)
     blocks, num_stages = score_blocks(chunk_size, state_dim, operands)
-    tiles = triton.cdiv(chunk_size, blocks["BLOCK_M"]) * triton.cdiv(chunk_size, blocks["BLOCK_K"])
+    tiles = ceil_div(chunk_size, blocks["BLOCK_M"]) * ceil_div(chunk_size, blocks["BLOCK_K"])
     chunk_scores_kernel[(tiles, groups, chunks)](
         C, B, CB, cu_chunk_seqlens,
         C.stride(0), C.stride(1), B.stride(0), B.stride(1),
@@ -328,7 +329,7 @@ def ssd_states(
     operands = operands or x.dtype
     entering = torch.empty(chunks, heads, head_dim, state_dim, dtype=operands, device=x.device)
     blocks, num_stages = state_blocks(chunk_size, head_dim, state_dim, operands)
-    tiles = triton.cdiv(head_dim, blocks["BLOCK_P"]) * triton.cdiv(state_dim, blocks["BLOCK_N"])
+    tiles = ceil_div(head_dim, blocks["BLOCK_P"]) * ceil_div(state_dim, blocks["BLOCK_N"])
     ssd_states_kernel[(tiles * heads * sources.shape[0],)](
         x, B, dt, log_decays, ssm_states, entering,
         sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,

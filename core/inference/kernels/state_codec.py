@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor
 
 NUM_WARPS = 8
@@ -48,8 +49,8 @@ class Tiles(NamedTuple):
     def num_tiles(self) -> int:
         """Tiles of a layer."""
         if self.inner == 1:
-            return -(-self.outer // self.block_x)
-        return self.outer * -(-self.inner // self.block_y)
+            return ceil_div(self.outer, self.block_x)
+        return self.outer * ceil_div(self.inner, self.block_y)
 
 
 def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, encodes: bool) -> None:
@@ -64,7 +65,7 @@ def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, e
 
 def _cast(read: Tensor, written: Tensor, sources: Tensor, destinations: Tensor) -> None:
     size = math.prod(read.shape[2:])
-    tiles = triton.cdiv(size, CAST_ELEMENTS)
+    tiles = ceil_div(size, CAST_ELEMENTS)
     cast_kernel[(read.shape[0] * tiles, len(sources))](
         read, written, sources, destinations, size, *read.stride()[:2], *written.stride()[:2],
         TILES=tiles, BLOCK=CAST_ELEMENTS, num_warps=NUM_WARPS,

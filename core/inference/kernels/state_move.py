@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...validation import ceil_div
 from .operands import ConvAndSsm
 
 PROGRAMS = 4224
@@ -52,7 +53,7 @@ class PartMove(NamedTuple):
     @property
     def tiles(self) -> int:
         """Tiles of one layer of a state."""
-        return -(-self.size // (ACCESSES * self.align))
+        return ceil_div(self.size, ACCESSES * self.align)
 
 
 def copy_states(source: ConvAndSsm, read: Tensor, destination: ConvAndSsm, write: Tensor) -> None:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...devices import tensor_on
+from ...validation import ceil_div
 from .operands import TokenDraw
 
 BLOCK = 4096
@@ -35,11 +36,11 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
         [draw.least_score for draw in draws],
     ]
     settings = tensor_on(logits.device, listed, torch.float64)
-    width = triton.cdiv(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    width = ceil_div(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     scores = torch.empty(len(draws), width, dtype=dtype, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(width))
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    score_kernel[(len(draws), triton.cdiv(width, block))](
+    score_kernel[(len(draws), ceil_div(width, block))](
         scores, logits, largest, settings,
         len(draws), vocabulary, width, logits.stride(0), BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...inference.kernels.row_checksum import RowChecksum
+from ...validation import ceil_div
 from .exports import CacheAccess
 from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_of
 from .pipe import MessagePipe, NcclPipe, Passage
@@ -127,7 +128,7 @@ def _slice(
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return ceil_div(num_bytes, _ALIGNMENT) * _ALIGNMENT
 
 
 def _widened(pool: Tensor, values: Tensor, dim: int) -> tuple[Tensor, Tensor]:

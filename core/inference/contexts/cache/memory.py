@@ -165,7 +165,7 @@ class MemoryUnits:
 
     def num_units_for_pins(self, slots: Collection[int]) -> int:
         """Units that must hold states while these slots are pinned; one cached state needs none."""
-        beyond = -(-(len(set(slots)) - 1) // self.slots_per_unit)
+        beyond = ceil_div(len(set(slots)) - 1, self.slots_per_unit)
         return max(len(self.units_of_slots(slots)), beyond)
 
     @property

@@ -6,6 +6,7 @@ A KV cache is that of one layer: [2 (K, V), blocks, block size, KV heads, head d
 import torch
 from torch import Tensor
 
+from ....validation import ceil_div
 from ..operands import AttentionRows, compute_dtype
 
 
@@ -41,7 +42,7 @@ def paged_attention(
         if new:
             part = slice(first, first + new)
             grouped = torch.unflatten(query[part].to(dtype), 1, (kv_heads, -1)) * scale
-            blocks = rows.block_table[row, : -(-length // block_size)]
+            blocks = rows.block_table[row, : ceil_div(length, block_size)]
             keys, values = kv_cache[:, blocks].flatten(1, 2)[:, :length].to(dtype).movedim(1, 2)[:, :, None]
             scores = grouped.permute(1, 2, 0, 3) @ keys.mT
             if new > 1:
