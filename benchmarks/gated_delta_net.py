@@ -79,7 +79,7 @@ class Bench:
         """What `norm` computes, by our kernel: [tokens, heads, DIM]."""
         from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
-        return GpuKernelSet.rms_norm_gated(o, z, self.norm.weight, self.norm.eps)
+        return GpuKernelSet.rms_norm_then_gate(o, z, self.norm.weight, self.norm.eps)
 
     def normal(self, *shape: int, dtype: Any = None) -> Any:
         dtype = dtype or self.torch.bfloat16

@@ -51,8 +51,8 @@ def delta() -> list[Specialisation]:
 def norms() -> list[Specialisation]:
     found = []
     for name, heads, dim, inner, weights, gate_first in (
-        ("gated_rms_norm", GROUPS, GROUP_CHANNELS, 1, GROUPS * GROUP_CHANNELS, True),
-        ("rms_norm_gated", DELTA_HEADS, DELTA_DIM, DELTA_HEADS, DELTA_DIM, False),
+        ("gate_then_rms_norm", GROUPS, GROUP_CHANNELS, 1, GROUPS * GROUP_CHANNELS, True),
+        ("rms_norm_then_gate", DELTA_HEADS, DELTA_DIM, DELTA_HEADS, DELTA_DIM, False),
     ):
         for dtype in ("bf16", "fp32"):
             block_h, block_d, num_warps = norm_kernels.gated_blocks(heads, dim)

@@ -97,7 +97,7 @@ class GatedDeltaNetForward:
         net = DeltaNet(*made_of, self._key_heads, self._value_heads, doubled)
         out = run_delta_net(raw, a, b, net, self._layer, inputs, kernels)
         norm = getattr(mixer, self._norm)
-        normed = kernels.rms_norm_gated(out, gate, norm.weight, norm.variance_epsilon)
+        normed = kernels.rms_norm_then_gate(out, gate, norm.weight, norm.variance_epsilon)
         projected: Tensor = getattr(mixer, self._last)(normed.flatten(1))
         return projected[None]
 

@@ -24,9 +24,9 @@ def gated_norm(
     size = 1 if ranks is None else ranks.tensor_size
     if ranks is None or num_groups >= size:
         if gates_first:
-            return kernels.gated_rms_norm(y, gate, weight, num_groups // size, eps)
+            return kernels.gate_then_rms_norm(y, gate, weight, num_groups // size, eps)
         y, gate, weight = (torch.unflatten(each, -1, (num_groups // size, -1)) for each in (y, gate, weight))
-        return kernels.rms_norm_gated(y, gate, weight, eps).flatten(1)
+        return kernels.rms_norm_then_gate(y, gate, weight, eps).flatten(1)
     dtype = kernels.compute_dtype(y.dtype)
     silu, x = F.silu(gate.to(dtype)), y.to(dtype)
     if gates_first:

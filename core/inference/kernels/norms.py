@@ -90,8 +90,8 @@ def rms_norm_kernel(
 _TILE_ELEMENTS = 2048
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """As `torch_pointwise.gated_rms_norm`; a ValueError where a last stride is not 1."""
+def gate_then_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """As `torch_pointwise.gate_then_rms_norm`; a ValueError where a last stride is not 1."""
     by_group = (groups, 1, -1)
     out = _gated_norm(
         torch.unflatten(x, -1, by_group), torch.unflatten(gate, -1, by_group), weight, eps, gate_first=True
@@ -99,8 +99,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
     return out.flatten(1)
 
 
-def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `torch_pointwise.rms_norm_gated`; a ValueError where a last stride is not 1."""
+def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `torch_pointwise.rms_norm_then_gate`; a ValueError where a last stride is not 1."""
     heads = gate.shape[1:3] if gate.dim() == 4 else (1, gate.shape[1])
     gates = gate if gate.dim() == 4 else gate[:, None]
     return _gated_norm(torch.unflatten(x, 1, heads), gates, weight, eps, gate_first=False)

@@ -83,7 +83,7 @@ def _fake_gpu(model: ServedModel) -> Iterator[None]:
         causal_conv1d_prefill=_like_first, causal_conv1d_update=_like_first,
         ssd_chunk_scan=_like_first, selective_state_update=_like_first,
         time_steps=_time_steps, delta_gates=_delta_gates,
-        gated_rms_norm=_like_first, rms_norm_gated=_like_first,
+        gate_then_rms_norm=_like_first, rms_norm_then_gate=_like_first,
         gated_delta_rule_scan=_like_values, gated_delta_rule_update=_like_values,
         write_kv=lambda *args: None, paged_attention=lambda query, *args, **kwargs: query,
     )  # fmt: skip

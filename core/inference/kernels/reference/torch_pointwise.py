@@ -93,7 +93,7 @@ def delta_gates(
     return g, b.sigmoid() * (2.0 if doubled else 1.0)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+def gate_then_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """Mamba-2's output norm: the RMS norm of x * silu(gate), over each of `groups` parts of the channels."""
     dtype = compute_dtype(x.dtype)
     parts = torch.unflatten(x.to(dtype) * F.silu(gate.to(dtype)), -1, (groups, -1))
@@ -101,7 +101,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
     return normed.flatten(-2).to(x.dtype)
 
 
-def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """A delta net's output norm: each head's RMS norm times silu(gate); a gate may be [T, Hk, H // Hk, D]."""
     dtype = compute_dtype(x.dtype)
     normed = _normed(x.to(dtype), eps) * weight.to(dtype)

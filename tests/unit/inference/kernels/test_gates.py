@@ -142,7 +142,7 @@ class TestGatedNorms:
         x, gate = (strided(tokens, groups * width, dtype=dtype, device=device, seed=s) for s in (1, 2))
         weight = randn(groups * width, seed=3).to(dtype)
         with poisoned_allocations():
-            found = kernels.gated_rms_norm(x, gate, weight.to(device), groups, 1e-3)
+            found = kernels.gate_then_rms_norm(x, gate, weight.to(device), groups, 1e-3)
         assert (found.dtype, found.shape) == (dtype, x.shape)
         gated = x.cpu().double() * silu(gate.cpu().double())
         expected = norm(gated.unflatten(1, (groups, -1)), 1e-3).flatten(1) * weight.double()
@@ -158,7 +158,7 @@ class TestGatedNorms:
         gate = strided(*shape, dim, dtype=dtype, device=device, seed=2)
         weight = randn(*([heads] if own_weights else []), dim, seed=3).to(dtype)
         with poisoned_allocations():
-            found = kernels.rms_norm_gated(x, gate, weight.to(device), 1e-3)
+            found = kernels.rms_norm_then_gate(x, gate, weight.to(device), 1e-3)
         assert (found.dtype, found.shape) == (dtype, x.shape)
         gates = silu(gate.cpu().double()).reshape(x.shape)
         expected = norm(x.cpu().double(), 1e-3) * weight.double() * gates
@@ -168,24 +168,24 @@ class TestGatedNorms:
         """silu of -200 is 0, not NaN: exp(200) is infinite in float32."""
         gate = torch.tensor([[-200.0, 200.0, 0.0, -1e4]], device=device)
         x = torch.ones(1, 1, 4, device=device)
-        found = kernels.rms_norm_gated(x, gate[:, None], torch.ones(4, device=device), 0.0)
+        found = kernels.rms_norm_then_gate(x, gate[:, None], torch.ones(4, device=device), 0.0)
         assert found.flatten().tolist() == pytest.approx([0.0, 200.0, 0.0, 0.0], abs=1e-30)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_a_row_has_its_bits_in_any_company(self, device, kernels, dtype):
         x, gate = (strided(19, 96, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
         weight = randn(96, seed=3).to(dtype).to(device)
-        together = kernels.gated_rms_norm(x, gate, weight, 3, 1e-5)
-        alone = kernels.gated_rms_norm(x[7:8], gate[7:8], weight, 3, 1e-5)
+        together = kernels.gate_then_rms_norm(x, gate, weight, 3, 1e-5)
+        alone = kernels.gate_then_rms_norm(x[7:8], gate[7:8], weight, 3, 1e-5)
         assert same_bits(together[7:8], alone)
 
     def test_channels_apart_are_refused(self, device):
         x = torch.zeros(3, 4, 8, device=device).mT
         with pytest.raises(ValueError, match=r"x has strides .* accepted: a last stride of 1"):
-            GpuKernelSet.rms_norm_gated(x, x, x.new_zeros(4), 1e-5)
+            GpuKernelSet.rms_norm_then_gate(x, x, x.new_zeros(4), 1e-5)
 
     def test_the_reference_serves_float64(self):
         x, gate, weight = randn(3, 8, seed=1), randn(3, 8, seed=2), randn(8, seed=3)
-        found = KernelSet.gated_rms_norm(x, gate, weight, 2, 1e-5)
+        found = KernelSet.gate_then_rms_norm(x, gate, weight, 2, 1e-5)
         expected = norm((x * silu(gate)).unflatten(1, (2, -1)), 1e-5).flatten(1) * weight
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)

@@ -323,7 +323,7 @@ class TestNormsAndRotary:
 
     def test_the_gated_norm_normalises_each_group_alone(self):
         x, gate, weight = randn(3, 8), randn(3, 8, seed=1), randn(8, seed=2)
-        whole = KernelSet.gated_rms_norm(x, gate, weight, 2, 1e-5)
+        whole = KernelSet.gate_then_rms_norm(x, gate, weight, 2, 1e-5)
         for part in (slice(0, 4), slice(4, 8)):
             alone = KernelSet.rms_norm(x[:, part] * F.silu(gate[:, part]), weight[part], 1e-5)
             torch.testing.assert_close(whole[:, part], alone)
@@ -356,6 +356,6 @@ class TestNormsAndRotary:
 
     def test_nothing_is_computed_below_float32(self):
         x = randn(2, 4, dtype=torch.bfloat16)
-        for narrow in (KernelSet.rms_norm(x, x[0], 1e-5), KernelSet.gated_rms_norm(x, x, x[0], 2, 1e-5)):
+        for narrow in (KernelSet.rms_norm(x, x[0], 1e-5), KernelSet.gate_then_rms_norm(x, x, x[0], 2, 1e-5)):
             assert narrow.dtype == torch.bfloat16  # rounded once, at the end
         assert KernelSet.compute_dtype(torch.float64) == torch.float64
