@@ -54,7 +54,7 @@ def measure(case: Case) -> dict[str, float]:
     """Column -> microseconds."""
     import torch
     from mambaslots.inference.kernels import attention, attention_segments
-    from mambaslots.inference.kernels.operands import AttentionRows
+    from mambaslots.inference.kernels.step_rows import AttentionRows
 
     device = torch.device("cuda")
     length = case.before + case.new

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from mambaslots.inference.kernels import attention, delta, ssd
 from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
-from mambaslots.inference.kernels.operands import AttentionRows
+from mambaslots.inference.kernels.step_rows import AttentionRows, ScanRows
 from support.command_line import add_device, check_device, make_parser
 from torch import Tensor
 
@@ -193,9 +193,8 @@ def _ssd_facts(dtype: torch.dtype, device: torch.device) -> list[Fact]:
 
     def scan(parts: Sequence[Part], pool: Tensor) -> Tensor:
         at, (sources, destinations, *cuts) = indices_of(parts, chunk, device)
-        return ssd.ssd_chunk_scan(
-            x[at], dt[at], A, B[at], C[at], D, pool, sources, destinations, chunk, *cuts
-        )
+        rows = ScanRows(sources, destinations, chunk, *cuts)
+        return ssd.ssd_chunk_scan(x[at], dt[at], A, B[at], C[at], D, pool, rows)
 
     pool = torch.zeros(24, heads, channels, size, device=device)
     return scan_facts("SSD scan", scan, pool, chunk)
@@ -214,9 +213,8 @@ def _delta_facts(dtype: torch.dtype, device: torch.device) -> list[Fact]:
 
     def scan(parts: Sequence[Part], pool: Tensor) -> Tensor:
         at, (sources, destinations, *cuts) = indices_of(parts, chunk, device)
-        return delta.gated_delta_rule_scan(
-            q[at], k[at], v[at], g[at], beta[at], pool, sources, destinations, chunk, *cuts
-        )
+        rows = ScanRows(sources, destinations, chunk, *cuts)
+        return delta.gated_delta_rule_scan(q[at], k[at], v[at], g[at], beta[at], pool, rows)
 
     pool = torch.zeros(24, heads, size, size, device=device)
     return scan_facts("gated delta rule", scan, pool, chunk)

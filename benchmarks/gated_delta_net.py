@@ -137,6 +137,7 @@ def prefill(bench: Bench, rows: int, tokens: int) -> Figures:
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+    from mambaslots.inference.kernels.step_rows import ConvRows, ScanRows
 
     kernels = GpuKernelSet()
 
@@ -169,15 +170,12 @@ def prefill(bench: Bench, rows: int, tokens: int) -> Figures:
     g, beta = made["g"].flatten(0, 1), made["beta"].flatten(0, 1)
 
     def convolve(at: dict[str, Any]) -> Any:
-        return kernels.causal_conv1d_prefill(
-            mixed, bench.weight, None, windows, sources, destinations, starts, token_rows, **at,
-        )  # fmt: skip
+        rows = ConvRows(sources, destinations, starts, token_rows, **at)
+        return kernels.causal_conv1d_prefill(mixed, bench.weight, None, windows, rows)
 
     def layer(at: dict[str, Any], chunk_destinations: Any) -> Any:
-        o = kernels.gated_delta_rule_scan(
-            *bench.parts(convolve(at)), g, beta, states, sources, destinations, CHUNK, cuts, seq_idx,
-            row_chunks, chunk_destinations,
-        )  # fmt: skip
+        rows = ScanRows(sources, destinations, CHUNK, cuts, seq_idx, row_chunks, chunk_destinations)
+        o = kernels.gated_delta_rule_scan(*bench.parts(convolve(at)), g, beta, states, rows)
         return bench.our_norm(o, z)
 
     @torch.no_grad()
@@ -215,6 +213,7 @@ def stages(
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from mambaslots.inference.kernels import delta as module
     from mambaslots.inference.kernels.delta import delta_operands, delta_state_passing
+    from mambaslots.inference.kernels.step_rows import ScanRows
 
     torch, fla = bench.torch, module.stages()
     parts = bench.parts(convolve(nothing))
@@ -225,10 +224,10 @@ def stages(
     g, beta = made["g"], made["beta"]
     sums = fla.chunk_local_cumsum(g, chunk_size=CHUNK, scale=1.4426950408889634, **at)
     w, u, _ = fla.chunk_gated_delta_rule_fwd_intra(k, v, sums, beta, chunk_size=CHUNK, **at)
-    slots = bench.index([0]), bench.index([1])
-    passing = partial(
-        delta_state_passing, k[0], w[0], u[0], sums[0], states, *slots, CHUNK, cuts, row_chunks, stored
+    rows = ScanRows(
+        bench.index([0]), bench.index([1]), CHUNK, cuts, torch.zeros_like(cuts[1:]), row_chunks, stored
     )
+    passing = partial(delta_state_passing, k[0], w[0], u[0], sums[0], states, rows)
     entering, new_values = passing()
     calls: dict[str, Callable[[], Any]] = {
         "convolution": partial(convolve, nothing),

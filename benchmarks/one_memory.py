@@ -217,8 +217,8 @@ def time_layouts(device: str, scale: Scale, report: Report) -> None:
     """Kernels on both layouts, and decode steps of both engines."""
     import torch
     from mambaslots.inference.kernels.kernel_set import KernelSet
-    from mambaslots.inference.kernels.operands import AttentionRows
     from mambaslots.inference.kernels.reference.torch_attention import paged_attention
+    from mambaslots.inference.kernels.step_rows import AttentionRows
 
     heads, kv_heads, dim, layers = (16, 8, 128, 4) if device == "cuda" else (4, 2, 16, 2)
     dtype = torch.bfloat16 if device == "cuda" else torch.float64

@@ -46,9 +46,11 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
     import torch
     import torch.nn.functional as F
     import triton
+    from mambaslots.inference.kernels.operands import SsdInputs
     from mambaslots.inference.kernels.ssd import selective_state_update, ssd_chunk_scan
     from mambaslots.inference.kernels.ssd_replay import ssd_replay
     from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
+    from mambaslots.inference.kernels.step_rows import ReplayRows, ScanRows
 
     gpu = device == "cuda"
     H, P, G, N, chunk = sizes.heads, sizes.head_dim, sizes.groups, sizes.state_dim, sizes.chunk
@@ -76,20 +78,19 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
     chunks = -(-sizes.prompt // chunk)
     cuts = (torch.arange(chunks + 1, dtype=torch.int32, device=device) * chunk).clamp(max=sizes.prompt)
     pool = normal(2, H, P, N)
-    slots = pool, torch.tensor([0], device=device), torch.tensor([1], device=device)
-    row_starts = torch.tensor([0, chunks], dtype=torch.int32, device=device)
-    places = row_starts, torch.full((chunks,), -1, device=device)
+    row = ScanRows(
+        torch.tensor([0], device=device), torch.tensor([1], device=device), chunk, cuts,
+        torch.zeros_like(cuts[1:]), torch.tensor([0, chunks], dtype=torch.int32, device=device),
+        torch.full((chunks,), -1, device=device),
+    )  # fmt: skip
     steps, sums = chunk_cumsum(dt, A, chunk, cuts)
     CB = chunk_scores(C, B, chunk, cuts, torch.bfloat16)
-    entering = ssd_states(x, B, steps, sums, *slots, cuts, *places)
+    entering = ssd_states(x, B, steps, sums, pool, row)
     timed("scan: chunk_cumsum", lambda: chunk_cumsum(dt, A, chunk, cuts))
     timed("scan: chunk_scores", lambda: chunk_scores(C, B, chunk, cuts, torch.bfloat16))
-    timed("scan: ssd_states", lambda: ssd_states(x, B, steps, sums, *slots, cuts, *places))
+    timed("scan: ssd_states", lambda: ssd_states(x, B, steps, sums, pool, row))
     timed("scan: chunk_scan", lambda: chunk_scan(x, steps, sums, C, CB, D, entering, cuts))
-    timed(
-        "scan: all",
-        lambda: ssd_chunk_scan(x, dt, A, B, C, D, *slots, chunk, cuts, cuts[1:], row_starts, places[1]),
-    )
+    timed("scan: all", lambda: ssd_chunk_scan(x, dt, A, B, C, D, pool, row))
     state, token = H * P * N * 4, (H * P + G * N) * 2 + 2 * H * 4
     for rows in sizes.rows:
         x, B, C = inputs(rows, 1)
@@ -112,9 +113,9 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
                 selective_state_update(x, dt, A, B, C, D, pool, own, own[:, None])  # noqa: B023
 
         def replay(starts: torch.Tensor, destinations: torch.Tensor) -> None:
-            for pool in pools:  # noqa: B023
-                indices = own, starts, lengths, own, destinations  # noqa: B023
-                ssd_replay(x, dt, A, B, C, D, *pool, *indices, chunk)  # noqa: B023
+            at = ReplayRows(own, starts, lengths, own, destinations, chunk)  # noqa: B023
+            for pool, *kept in pools:  # noqa: B023
+                ssd_replay(x, dt, A, B, C, D, pool, SsdInputs(*kept), at)  # noqa: B023
 
         def copy() -> None:
             for pool, *_ in pools:  # noqa: B023

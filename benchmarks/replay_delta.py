@@ -15,10 +15,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.command_line import make_parser
 from support.graph_timing import graph_us
+
+if TYPE_CHECKING:
+    from mambaslots.inference.kernels.operands import DeltaInputs
+    from mambaslots.inference.kernels.step_rows import ReplayRows
 
 CHANNELS, TAPS = 10240, 4
 KEY_HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
@@ -57,14 +61,13 @@ class Bench:
     def index(self, values: list[int], dtype: Any = None) -> Any:
         return self.torch.tensor(values, dtype=dtype or self.torch.int64, device=self.device)
 
-    def places(self, rows: int, start: int = START, length: int = 1) -> dict[str, Any]:
-        """Each row's slot, and where its token is."""
-        int32 = self.torch.int32
-        return {
-            "input_rows": self.index(list(range(rows))),
-            "starts": self.index([start] * rows, int32),
-            "lengths": self.index([length] * rows, int32),
-        }
+    def places(self, rows: int, start: int = START, length: int = 1) -> "ReplayRows":
+        """Each row's slots, and where its token is; no row stores a state."""
+        from mambaslots.inference.kernels.step_rows import ReplayRows
+
+        int32, own = self.torch.int32, self.index(list(range(rows)))
+        starts, lengths = self.index([start] * rows, int32), self.index([length] * rows, int32)
+        return ReplayRows(own, starts, lengths, own, self.index([-1] * rows), CHUNK)
 
     def compared(self, name: str, replay: Callable[[], Any], recurrence: Callable[[], Any]) -> Figures:
         found, expected = replay().float(), recurrence().float()
@@ -83,14 +86,11 @@ def convolution(bench: Bench, rows: int) -> Figures:
     rings = torch.zeros(rows, TAPS, CHANNELS, device=bench.device, dtype=torch.bfloat16)
     for tap in range(TAPS - 1):
         rings[:, (START - TAPS + 1 + tap) % TAPS] = windows[:rows, :, tap]
-    sources, nowhere = bench.index(list(range(rows))), bench.index([-1] * rows)
+    sources, places = bench.index(list(range(rows))), bench.places(rows)
     elsewhere = bench.index(list(range(rows, 2 * rows)))[:, None]
-    places = bench.places(rows)
     return bench.compared(
         f"convolution, {rows} rows",
-        lambda: kernels.causal_conv1d_replay(
-            x, weight, bias, windows, rings, **places, destinations=nowhere
-        ),
+        lambda: kernels.causal_conv1d_replay(x, weight, bias, windows, rings, places),
         lambda: kernels.causal_conv1d_update(x, weight, bias, windows, sources, elsewhere),
     )  # fmt: skip
 
@@ -105,21 +105,22 @@ def inputs(bench: Bench, *shape: int) -> dict[str, Any]:
     return named | {"g": -F.softplus(gates[0] - 3), "beta": gates[1].sigmoid()}
 
 
-def empty_buffers(bench: Bench, rows: int) -> dict[str, Any]:
+def empty_buffers(bench: Bench, rows: int) -> "DeltaInputs":
     """What rows keep of their chunks, zeros."""
+    from mambaslots.inference.kernels.operands import DeltaInputs
 
     def zeros(*shape: int, dtype: Any) -> Any:
         return bench.torch.zeros(rows, *shape, device=bench.device, dtype=dtype)
 
     bfloat16, float32 = bench.torch.bfloat16, bench.torch.float32
-    return {
-        "k_inputs": zeros(CHUNK, KEY_HEADS, DIM, dtype=bfloat16),
-        "v_inputs": zeros(CHUNK, VALUE_HEADS, DIM, dtype=bfloat16),
-        "g_inputs": zeros(CHUNK, VALUE_HEADS, dtype=float32),
-        "beta_inputs": zeros(CHUNK, VALUE_HEADS, dtype=float32),
-        "new_v_inputs": zeros(CHUNK, VALUE_HEADS, DIM, dtype=bfloat16),
-        "inverses": zeros(VALUE_HEADS, (CHUNK + 16) // 2, CHUNK, dtype=float32),
-    }
+    return DeltaInputs(
+        k=zeros(CHUNK, KEY_HEADS, DIM, dtype=bfloat16),
+        v=zeros(CHUNK, VALUE_HEADS, DIM, dtype=bfloat16),
+        g=zeros(CHUNK, VALUE_HEADS, dtype=float32),
+        beta=zeros(CHUNK, VALUE_HEADS, dtype=float32),
+        new_v=zeros(CHUNK, VALUE_HEADS, DIM, dtype=bfloat16),
+        inverses=zeros(VALUE_HEADS, (CHUNK + 16) // 2, CHUNK, dtype=float32),
+    )
 
 
 def delta_rule(bench: Bench, rows: int, start: int) -> Figures:
@@ -131,13 +132,12 @@ def delta_rule(bench: Bench, rows: int, start: int) -> Figures:
     step = {name: tensor[:, start : start + 1] for name, tensor in kept.items()}
     buffers = empty_buffers(bench, rows)
     states = bench.normal(3 * rows, VALUE_HEADS, DIM, DIM, dtype=bench.torch.float32) / 8
-    sources, nowhere = bench.index(list(range(rows))), bench.index([-1] * rows)
+    sources = bench.index(list(range(rows)))
     for first in range(0, start, STEP):
         tokens = {name: tensor[:, first : first + STEP] for name, tensor in kept.items()}
         kernels.gated_delta_rule_replay(
-            **tokens, states=states, **buffers, **bench.places(rows, first, STEP), sources=sources,
-            destinations=nowhere, chunk_size=CHUNK,
-        )  # fmt: skip
+            **tokens, states=states, inputs=buffers, rows=bench.places(rows, first, STEP)
+        )
         # The recurrence decodes from the state after the tokens before this one.
         live = list(range(rows, 2 * rows))
         at_last = bench.index([[-1] * (STEP - 1) + [slot] for slot in live])
@@ -147,8 +147,8 @@ def delta_rule(bench: Bench, rows: int, start: int) -> Figures:
     return bench.compared(
         f"gated delta rule, {rows} rows, token {start}",
         partial(
-            kernels.gated_delta_rule_replay, **step, states=states, **buffers, **bench.places(rows, start),
-            sources=sources, destinations=nowhere, chunk_size=CHUNK,
+            kernels.gated_delta_rule_replay, **step, states=states, inputs=buffers,
+            rows=bench.places(rows, start),
         ),
         partial(
             kernels.gated_delta_rule_update, **step, states=states, sources=bench.index(live),
@@ -160,6 +160,7 @@ def delta_rule(bench: Bench, rows: int, start: int) -> Figures:
 def keeping(bench: Bench) -> list[Figures]:
     """What a prefill stores for replays: the last inputs of each row, and a tail of START tokens."""
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
+    from mambaslots.inference.kernels.step_rows import TailRows
 
     kernels = GpuKernelSet()
 
@@ -176,8 +177,8 @@ def keeping(bench: Bench) -> list[Figures]:
     calls: dict[str, Callable[[], Any]] = {
         "convolution, kept": partial(kernels.keep_conv_inputs, x, windows, rings, slots, starts, slots, cuts),
         "gated delta rule, kept": partial(
-            kernels.keep_delta_inputs, **packed, new_v=packed["v"], **buffers, input_rows=slots,
-            tail_starts=tails, query_start_loc=cuts,
+            kernels.keep_delta_inputs, **packed, new_v=packed["v"], inputs=buffers,
+            rows=TailRows(slots, tails, cuts),
         ),
     }  # fmt: skip
     return [Figures(name, graph_us(call)) for name, call in calls.items()]

@@ -37,6 +37,7 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     import triton
     from mambaslots.inference.kernels import ssd as module
     from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
+    from mambaslots.inference.kernels.step_rows import ScanRows
 
     gpu = device == "cuda"
     widened = precision == "bfloat16 widened"
@@ -63,13 +64,15 @@ def measured(precision: str, device: str) -> dict[str, Any]:
             "C": C.unflatten(1, (groups, state_dim)),
             "D": normal(heads),
             "ssm_states": normal(5, heads, head_dim, state_dim),
-            "sources": torch.tensor([0], device=device),
-            "destinations": torch.tensor([1], device=device),
-            "chunk_size": chunk,
-            "cu_chunk_seqlens": ends.clamp(max=tokens),
-            "seq_idx": torch.zeros(chunks, dtype=torch.int32, device=device),
-            "row_chunk_starts": torch.tensor([0, chunks], dtype=torch.int32, device=device),
-            "chunk_destinations": torch.full((chunks,), -1, device=device),
+            "rows": ScanRows(
+                sources=torch.tensor([0], device=device),
+                destinations=torch.tensor([1], device=device),
+                chunk_size=chunk,
+                cu_chunk_seqlens=ends.clamp(max=tokens),
+                seq_idx=torch.zeros(chunks, dtype=torch.int32, device=device),
+                row_chunk_starts=torch.tensor([0, chunks], dtype=torch.int32, device=device),
+                chunk_destinations=torch.full((chunks,), -1, device=device),
+            ),
         }
 
     def scan(of: dict[str, Any]) -> torch.Tensor:
@@ -90,8 +93,8 @@ def measured(precision: str, device: str) -> dict[str, Any]:
     of = large
     scan(large)  # the first call tunes, and its sizes count
     small["ssm_states"].normal_(generator=generator)
-    inside = small["chunk_size"] * 2
-    small["chunk_destinations"][1] = 2
+    inside = small["rows"].chunk_size * 2
+    small["rows"].chunk_destinations[1] = 2
     state = small["ssm_states"][0].double()
     a, d = small["A"].double(), small["D"].double()
     group = torch.arange(len(d), device=device) // (len(d) // small["B"].shape[1])
@@ -108,19 +111,20 @@ def measured(precision: str, device: str) -> dict[str, Any]:
         "states": max(error(pool[2], states[inside]), error(pool[1], states[len(exact)])),
     }
 
-    two = dict(large, chunk_destinations=large["chunk_destinations"].clone())
-    two["chunk_destinations"][0], two["chunk_destinations"][1] = 2, 3
-    ends, chunk = of["cu_chunk_seqlens"], of["chunk_size"]
+    rows: ScanRows = of["rows"]
+    stored = rows.chunk_destinations.clone()
+    stored[:2] = torch.tensor([2, 3])
+    two = dict(large, rows=rows._replace(chunk_destinations=stored))
+    ends, chunk = rows.cu_chunk_seqlens, rows.chunk_size
     x, B, C = (of[name] for name in "xBC")
-    slots = of["ssm_states"], of["sources"], of["destinations"]
-    places = of["row_chunk_starts"], of["chunk_destinations"]
+    pool_of_all = of["ssm_states"]
     dt, log_decays = chunk_cumsum(of["dt"], of["A"], chunk, ends)
     CB = chunk_scores(C, B, chunk, ends, operands)
-    entering = ssd_states(x, B, dt, log_decays, *slots, ends, *places, operands)
+    entering = ssd_states(x, B, dt, log_decays, pool_of_all, rows, operands)
     calls: dict[str, Callable[[], object]] = {
         "sums of dt A": lambda: chunk_cumsum(of["dt"], of["A"], chunk, ends),
         "C B": lambda: chunk_scores(C, B, chunk, ends, operands),
-        "states": lambda: ssd_states(x, B, dt, log_decays, *slots, ends, *places, operands),
+        "states": lambda: ssd_states(x, B, dt, log_decays, pool_of_all, rows, operands),
         "chunk_scan": lambda: chunk_scan(
             of["x"], dt, log_decays, of["C"], CB, of["D"], entering, ends
         ),

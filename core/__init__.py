@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .inference.engines.model_protocol import Model
     from .inference.engines.streams import TokenStream
     from .inference.kernels.kernel_set import kernel_set
-    from .inference.kernels.operands import AttentionRows
+    from .inference.kernels.step_rows import AttentionRows
     from .llm import LLM, Completion
     from .loaded_model import LoadedModel, load
     from .parallel_groups import ParallelGroups

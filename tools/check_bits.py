@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from mambaslots.inference.engines.product_check import bits, first_case
 from mambaslots.inference.kernels.attention import paged_attention
-from mambaslots.inference.kernels.operands import AttentionRows
+from mambaslots.inference.kernels.step_rows import AttentionRows
 from torch import Tensor
 
 BEYOND = 1536

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mambaslots.inference.kernels.step_rows import ScanRows
 from oracle.scan_rows import Cuts, Row
 from torch import Tensor
 
@@ -137,7 +138,7 @@ class Batch:
         }
         gates = {name: self.inputs[name].to(device) for name in ("g", "beta")}
         moved = {name: tensor.to(device) for name, tensor in self.indices.items()}
-        return views | gates | moved | {"chunk_size": self.chunk_size}
+        return views | gates | {"rows": ScanRows(**moved, chunk_size=self.chunk_size)}
 
     def scan(self, gated_delta_rule_scan: Any, pool: Tensor) -> Tensor:
         """o of this batch on the device of `pool`, which is written."""

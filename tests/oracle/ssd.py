@@ -11,6 +11,7 @@ from functools import cached_property
 import pytest
 import torch
 import torch.nn.functional as F
+from mambaslots.inference.kernels.step_rows import ScanRows
 from oracle.scan_rows import Cuts, Row
 from torch import Tensor
 
@@ -138,10 +139,15 @@ class Batch:
 
         return ssd_chunk_scan(
             x.unflatten(1, self.x.shape[1:]), at(self.dt), at(self.layer.A), B.unflatten(1, self.B.shape[1:]),
-            C.unflatten(1, self.C.shape[1:]), at(self.layer.D), pool, at(self.sources), at(self.destinations),
-            self.chunk_size, at(self.cuts), at(self.seq_idx), at(self.row_chunk_starts),
-            at(self.chunk_destinations), **options,
+            C.unflatten(1, self.C.shape[1:]), at(self.layer.D), pool,
+            self.scan_rows(pool.device), **options,
         ).cpu()  # fmt: skip
+
+    def scan_rows(self, device: torch.device | str) -> ScanRows:
+        return ScanRows(
+            self.sources.to(device), self.destinations.to(device), self.chunk_size, self.cuts.to(device),
+            self.seq_idx.to(device), self.row_chunk_starts.to(device), self.chunk_destinations.to(device),
+        )  # fmt: skip
 
     def check(
         self, pool_before: Tensor, pool: Tensor, y: Tensor, tolerance: float = 1e-5, state_tolerance=None

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ..kernels.operands import AttentionRows
+from ..kernels.step_rows import AttentionRows, ConvRows, ReplayRows, ScanRows, TailRows
 from .dynamic_request import Batch
 from .request_states import StatePool
 
@@ -155,7 +156,7 @@ class StepInputs:
     def num_decode_tokens(self) -> int:
         return self.shape.decodes * self.shape.decode_tokens
 
-    @property
+    @cached_property
     def attention_rows(self) -> AttentionRows:
         """The rows, for attention kernels."""
         return AttentionRows(
@@ -169,6 +170,43 @@ class StepInputs:
             max_query_tokens=self.shape.max_query_tokens,
             one_split=self.batch_invariant,
         )
+
+    @cached_property
+    def conv_rows(self) -> ConvRows:
+        """The prefill rows, for `causal_conv1d_prefill`."""
+        chunks, checkpoints, sources = self.chunks, self.checkpoints, self.state_sources[self.num_decodes :]
+        return ConvRows(
+            sources, self.prefill_destinations, chunks.query_start_loc, chunks.token_rows,
+            checkpoints.rows, checkpoints.token_ends, checkpoints.destinations,
+        )  # fmt: skip
+
+    @cached_property
+    def scan_rows(self) -> ScanRows:
+        """The prefill rows, for `ssd_chunk_scan` and `gated_delta_rule_scan`."""
+        chunks, sources = self.chunks, self.state_sources[self.num_decodes :]
+        return ScanRows(
+            sources, self.prefill_destinations, chunks.chunk_size, chunks.cu_chunk_seqlens, chunks.seq_idx,
+            chunks.row_chunk_starts, chunks.destinations,
+        )  # fmt: skip
+
+    @cached_property
+    def replay_rows(self) -> ReplayRows:
+        """The decode rows, for decodes by replay; only with `replay`."""
+        assert self.replay is not None
+        replay, decodes = self.replay, slice(self.num_decodes)
+        return ReplayRows(
+            replay.input_rows[decodes], replay.starts[decodes], self.query_lengths[decodes],
+            self.state_sources[decodes], replay.destinations[decodes], self.chunks.chunk_size,
+            replay.pages[decodes],
+        )  # fmt: skip
+
+    @cached_property
+    def tail_rows(self) -> TailRows:
+        """The prefill rows, for what stores the inputs of their tails; only with `replay`."""
+        assert self.replay is not None
+        replay, prefills = self.replay, slice(self.num_decodes, None)
+        starts, query_start_loc = replay.tail_starts, self.chunks.query_start_loc
+        return TailRows(replay.input_rows[prefills], starts, query_start_loc, replay.pages[prefills])
 
     @property
     def decode_destinations(self) -> Tensor:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .operands import AttentionRows, compute_dtype
+from .operands import compute_dtype
 from .reference.torch_attention import score_scale
+from .step_rows import AttentionRows
 
 if TYPE_CHECKING:
     from .attention_segments import SegmentRows

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import AttentionRows
+from .step_rows import AttentionRows
 
 
 class Readers(IntEnum):

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
+from .step_rows import ConvRows
 from .tiles import any_index
 
 # mypy: disable-error-code="assignment"
@@ -22,21 +23,17 @@ UPDATE_CHANNELS, UPDATE_WARPS = 128, 2
 
 
 def causal_conv1d_prefill(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
-    destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor, checkpoint_rows: Tensor,
-    checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, rows: ConvRows,
+    *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `torch_conv.causal_conv1d_prefill`. The slot of a checkpoint is no row's source."""
     tokens, conv_dim = x.shape
-    rows, checkpoints = sources.shape[0], checkpoint_rows.shape[0]
+    num_rows, checkpoints = rows.sources.shape[0], rows.checkpoint_rows.shape[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    works = rows + checkpoints + ceil_div(tokens, PREFILL_TOKENS)
+    works = num_rows + checkpoints + ceil_div(tokens, PREFILL_TOKENS)
     prefill_kernel[(works * ceil_div(conv_dim, PREFILL_CHANNELS),)](
-        x, weight, weight if bias is None else bias, conv_states, out,
-        sources, destinations, query_start_loc, token_rows,
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations,
-        rows, checkpoints, conv_dim,
+        x, weight, weight if bias is None else bias, conv_states, out, *rows,
+        num_rows, checkpoints, conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(),
         KERNEL=weight.shape[1], HAS_BIAS=bias is not None, ACTIVATION=activation,
         BLOCK_T=PREFILL_TOKENS, BLOCK_C=PREFILL_CHANNELS,

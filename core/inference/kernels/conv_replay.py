@@ -14,22 +14,22 @@ from torch import Tensor
 from ...validation import ceil_div
 from .conv import convolved, load_taps
 from .operands import check_slots
+from .step_rows import ReplayRows
 
 CHANNELS, NUM_WARPS = 128, 2
 
 
 def causal_conv1d_replay(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
-    input_rows: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
-    out: Tensor | None = None,
+    rows: ReplayRows, *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `torch_conv.causal_conv1d_replay`; a ValueError where a slot's ring is not contiguous."""
-    rows, tokens, conv_dim = x.shape
+    num_rows, tokens, conv_dim = x.shape
     check_slots(conv_inputs=conv_inputs)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    replay_kernel[(rows * ceil_div(conv_dim, CHANNELS),)](
+    replay_kernel[(num_rows * ceil_div(conv_dim, CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, conv_inputs, out,
-        input_rows, starts, lengths, destinations,
+        rows.input_rows, rows.starts, rows.lengths, rows.destinations,
         conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(), conv_inputs.stride(0),
         KERNEL=weight.shape[1], HAS_BIAS=bias is not None, ACTIVATION=activation,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...validation import ceil_div
 from .operands import check_slots
+from .step_rows import ScanRows
 from .tiles import any_index, load_tile
 
 OPERAND_TOKENS, OPERAND_WARPS = 32, 4
@@ -111,9 +112,8 @@ PASSING_WARPS = 4
 
 
 def delta_state_passing(
-    keys: Tensor, read_keys: Tensor, written: Tensor, log_decays: Tensor, states: Tensor,
-    sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
+    keys: Tensor, read_keys: Tensor, written: Tensor, log_decays: Tensor, states: Tensor, rows: ScanRows,
+    new_v: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """leaving = decay * entering + keys^T decayed (written - read_keys entering), over each row's chunks.
 
@@ -124,16 +124,17 @@ def delta_state_passing(
     """
     check_slots(states=states)
     heads, key_dim, value_dim = states.shape[1:]
-    chunks = cu_chunk_seqlens.shape[0] - 1
+    chunks = rows.cu_chunk_seqlens.shape[0] - 1
     entering = keys.new_empty(chunks, heads, key_dim, value_dim)
     new_values = torch.empty_like(written) if new_v is None else new_v
     blocks, num_stages = passing_blocks(key_dim, value_dim, keys.dtype)
-    grid = (ceil_div(value_dim, blocks["BLOCK_V"]) * heads * sources.shape[0],)
+    grid = (ceil_div(value_dim, blocks["BLOCK_V"]) * heads * rows.sources.shape[0],)
     delta_state_passing_kernel[grid](
         keys, read_keys, written, log_decays, states, entering, new_values,
-        sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+        rows.sources, rows.destinations, rows.cu_chunk_seqlens, rows.row_chunk_starts,
+        rows.chunk_destinations,
         states.stride(0),
-        heads, heads // keys.shape[1], key_dim, value_dim, chunk_size,
+        heads, heads // keys.shape[1], key_dim, value_dim, rows.chunk_size,
         **blocks, num_warps=PASSING_WARPS, num_stages=num_stages,
     )  # fmt: skip
     return entering, new_values
@@ -376,9 +377,8 @@ _LOG2_E = 1.4426950408889634
 
 
 def gated_delta_rule_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, rows: ScanRows,
+    new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `torch_delta.gated_delta_rule_scan`, in at most eight launches, without a copy of a state.
 
@@ -388,23 +388,19 @@ def gated_delta_rule_scan(
     chunk size, Hk, Hv, Dk, Dv and dtype times fla-core's stages for its number of chunks, and synchronises.
     """
     queries, keys, values = delta_operands(q, k, v)
-    return scan_chunks(
-        queries, keys, values, g.contiguous(), beta.contiguous(), states, sources, destinations, chunk_size,
-        cu_chunk_seqlens, row_chunk_starts, chunk_destinations, new_v,
-    )  # fmt: skip
+    return scan_chunks(queries, keys, values, g.contiguous(), beta.contiguous(), states, rows, new_v)
 
 
 def scan_chunks(
-    queries: Tensor, keys: Tensor, values: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, row_chunk_starts: Tensor,
-    chunk_destinations: Tensor, new_v: Tensor | None = None,
+    queries: Tensor, keys: Tensor, values: Tensor, g: Tensor, beta: Tensor, states: Tensor, rows: ScanRows,
+    new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of normalised queries and keys, all contiguous."""
-    fla, key_dim = stages(), keys.shape[2]
-    chunks = cu_chunk_seqlens.shape[0] - 1
+    fla, key_dim, chunk_size = stages(), keys.shape[2], rows.chunk_size
+    chunks = rows.cu_chunk_seqlens.shape[0] - 1
     # Chunk i is chunk 0 of sequence i. A little-endian int64 i is the pair (i, 0) of int32.
     pairs = torch.arange(chunks, device=values.device).view(torch.int32).view(chunks, 2)
-    cuts = {"cu_seqlens": cu_chunk_seqlens, "chunk_indices": pairs}
+    cuts = {"cu_seqlens": rows.cu_chunk_seqlens, "chunk_indices": pairs}
 
     queries, keys, values, strength = (x[None] for x in (queries, keys, values, beta))
     log_decays = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **cuts)
@@ -419,9 +415,8 @@ def scan_chunks(
             keys, values, log_decays, strength, chunk_size=chunk_size, **cuts
         )
     entering, new_values = delta_state_passing(
-        keys[0], read_keys[0], written[0], log_decays[0], states, sources, destinations,
-        chunk_size, cu_chunk_seqlens, row_chunk_starts, chunk_destinations, new_v,
-    )  # fmt: skip
+        keys[0], read_keys[0], written[0], log_decays[0], states, rows, new_v
+    )
     o: Tensor = fla.chunk_fwd_o(
         queries, keys, new_values[None], entering[None], log_decays,
         scale=key_dim**-0.5, chunk_size=chunk_size, **cuts,

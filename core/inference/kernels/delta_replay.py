@@ -18,8 +18,6 @@ whole chunk. Inputs of float32 use the scan itself.
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 - kernels join tuples by +, to which mypy gives one type; Triton unpacks no tuples
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,105 +26,82 @@ from torch import Tensor
 from ...validation import ceil_div
 from .conv import convolved
 from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
-from .delta_solve import decay_sums, of_blocks, solve_rows
+from .delta_solve import NewRows, decay_sums, of_blocks, solve_rows
 from .gates import gates_of
-from .operands import RawTokens, check_slots, page_table
+from .operands import DeltaInputs, RawTokens, check_slots
+from .step_rows import ReplayRows, ScanRows, TailRows, page_table
 from .tiles import in_page
 
 OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
 COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS, COMPLETION_GROUPS = 4, 2, 128, 16
 
 
-Pools = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Keys, values, gates and strengths of the tokens since the last grid point, as `KernelSet` has them."""
-
-
-class NewRows(NamedTuple):
-    """Rows of new tokens: of decodes, or tails of prefills. `keep_rows_kernel` says what the last two are."""
-
-    input_rows: Tensor
-    pages: Tensor
-    starts: Tensor
-    ends: Tensor
-
-
 def gated_delta_rule_replay(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
-    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
-    inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
-    raw: RawTokens | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, inputs: DeltaInputs,
+    rows: ReplayRows, raw: RawTokens | None = None,
 ) -> Tensor:  # fmt: skip
     """As `torch_delta.gated_delta_rule_replay`, in four launches; float32 takes a scan of each chunk."""
-    rows, tokens, heads, value_dim = v.shape
+    num_rows, tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
-    kept = k_inputs, v_inputs, g_inputs, beta_inputs
-    queries = torch.empty(rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
+    queries = torch.empty(num_rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    decodes = NewRows(input_rows, page_table(pages, input_rows), starts, lengths)
-    _keep_rows(q, k, v_rows, g, beta, None, queries, kept, None, decodes, tokens, raw, tails=False)
-    if inverses is None or new_v_inputs is None:
-        assert destinations is not None, "the scan writes the states"
-        return _scanned(queries, kept, states, decodes, sources, destinations, v.shape)
-    check_slots(new_v_inputs=new_v_inputs)
-    solved = solve_rows(queries, k_inputs, g_inputs, beta_inputs, inverses, *decodes, tokens)
+    new_rows = NewRows(rows.input_rows, page_table(rows), rows.starts, rows.lengths)
+    _keep_rows(q, k, v_rows, g, beta, None, queries, inputs, new_rows, tokens, raw)
+    if inputs.inverses is None or inputs.new_v is None:
+        return _scanned(queries, inputs, states, rows, new_rows.pages, v.shape)
+    check_slots(new_v_inputs=inputs.new_v)
+    solved = solve_rows(queries, inputs, new_rows, tokens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     blocks = output_blocks(tokens, key_dim, value_dim, states.dtype)
-    read = v_inputs, beta_inputs, new_v_inputs, states
-    outputs_kernel[(ceil_div(value_dim, blocks["BLOCK_V"]) * heads * rows,)](
-        queries, *solved, *read, out, *decodes, sources,
+    read = inputs.v, inputs.beta, inputs.new_v, states
+    outputs_kernel[(ceil_div(value_dim, blocks["BLOCK_V"]) * heads * num_rows,)](
+        queries, *solved, *read, out, *new_rows, rows.sources,
         *(pool.stride(0) for pool in read), key_dim**-0.5,
-        tokens, heads, heads // key_heads, key_dim, value_dim, chunk_size, v_inputs.shape[1],
+        tokens, heads, heads // key_heads, key_dim, value_dim, rows.chunk_size, inputs.v.shape[1],
         **blocks, num_warps=OUTPUT_WARPS, num_stages=1, maxnreg=OUTPUT_REGISTERS,
     )  # fmt: skip
-    if destinations is not None:
+    if rows.destinations is not None:
         complete_delta_chunks(
-            states[None], k_inputs[None], v_inputs[None], g_inputs[None], beta_inputs[None], inverses[None],
-            input_rows, sources, destinations, chunk_size, pages=decodes.pages,
-        )  # fmt: skip
+            states[None], DeltaInputs(*(pool[None] for pool in inputs if pool is not None)), rows
+        )
     return out
 
 
-def complete_delta_chunks(
-    states: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
-    inverses: Tensor, input_rows: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int, *,
-    pages: Tensor | None = None,
-) -> None:  # fmt: skip
+def complete_delta_chunks(states: Tensor, inputs: DeltaInputs, rows: ReplayRows) -> None:
     """As `torch_delta.complete_delta_chunks`, in one launch for all layers."""
-    rows, (layers, _, heads, key_dim, value_dim) = input_rows.shape[0], states.shape
-    pools = k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states
+    num_rows, (layers, _, heads, key_dim, value_dim) = rows.input_rows.shape[0], states.shape
+    assert inputs.inverses is not None
+    pools = *inputs[:4], inputs.inverses, states
     blocks = completion_blocks(key_dim, value_dim)
-    groups = min(rows, ceil_div(COMPLETION_GROUPS, layers))
-    groups = max(groups, ceil_div(rows, COMPLETION_ROWS))
+    groups = min(num_rows, ceil_div(COMPLETION_GROUPS, layers))
+    groups = max(groups, ceil_div(num_rows, COMPLETION_ROWS))
     complete_chunks_kernel[(ceil_div(value_dim, blocks["BLOCK_V"]) * heads * groups * layers,)](
-        *pools, input_rows, page_table(pages, input_rows), sources, destinations,
-        *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools), groups, rows,
-        heads, heads // k_inputs.shape[3], key_dim, value_dim, chunk_size, k_inputs.shape[2],
+        *pools, rows.input_rows, page_table(rows), rows.sources, rows.destinations,
+        *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools), groups, num_rows,
+        heads, heads // inputs.k.shape[3], key_dim, value_dim, rows.chunk_size, inputs.k.shape[2],
         **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
     )  # fmt: skip
 
 
 def keep_delta_inputs(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
-    g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
-    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
-) -> None:  # fmt: skip
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, inputs: DeltaInputs, rows: TailRows
+) -> None:
     """As `torch_delta.keep_delta_inputs`, in two launches."""
-    kept, chunk_size = (k_inputs, v_inputs, g_inputs, beta_inputs), g_inputs.shape[1]
-    tails = NewRows(input_rows, page_table(pages, input_rows), tail_starts, query_start_loc)
-    _keep_rows(k, k, v, g, beta, new_v, k, kept, new_v_inputs, tails, chunk_size, None, tails=True)
-    if inverses is not None:
-        solve_rows(None, k_inputs, g_inputs, beta_inputs, inverses, *tails, chunk_size)
+    chunk_size = inputs.g.shape[1]
+    tails = NewRows(rows.input_rows, page_table(rows), rows.starts, rows.query_start_loc)
+    _keep_rows(k, k, v, g, beta, new_v, None, inputs, tails, chunk_size, None)
+    if inputs.inverses is not None:
+        solve_rows(None, inputs, tails, chunk_size)
 
 
 def _scanned(
-    queries: Tensor, kept: Pools, states: Tensor, decodes: NewRows, sources: Tensor,
-    destinations: Tensor, shape: torch.Size,
-) -> Tensor:  # fmt: skip
+    queries: Tensor, inputs: DeltaInputs, states: Tensor, rows: ReplayRows, pages: Tensor, shape: torch.Size
+) -> Tensor:
     """The scan of each row's chunk, whose later tokens are zeros."""
-    input_rows, pages, starts, lengths = decodes
-    (rows, tokens), chunk_size, device = shape[:2], kept[2].shape[1], input_rows.device
-    row, token = torch.arange(rows, device=device)[:, None], torch.arange(chunk_size, device=device)
+    input_rows, starts, lengths, sources, destinations, *_ = rows
+    assert destinations is not None, "the scan writes the states"
+    (num_rows, tokens), chunk_size, device = shape[:2], inputs.g.shape[1], input_rows.device
+    row, token = torch.arange(num_rows, device=device)[:, None], torch.arange(chunk_size, device=device)
     new = token - (starts % chunk_size)[:, None]  # the number of a new token
     is_new = (new >= 0) & (new < lengths[:, None]) & (input_rows >= 0)[:, None]
     real = (new < 0) & (input_rows >= 0)[:, None] | is_new
@@ -135,30 +110,30 @@ def _scanned(
         """[rows, chunk_size, ...] with zeros outside of `mask`, packed."""
         return chunks.masked_fill_(~mask.view(*mask.shape, *[1] * (chunks.dim() - 2)), 0).flatten(0, 1)
 
-    of_step = queries.unflatten(0, (rows, tokens))[row, new.clamp(0, tokens - 1)]
+    of_step = queries.unflatten(0, (num_rows, tokens))[row, new.clamp(0, tokens - 1)]
     keys, values = (
-        masked(inputs[pages.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for inputs in kept[:2]
+        masked(pool[pages.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for pool in (inputs.k, inputs.v)
     )
-    gates, strengths = (masked(inputs[input_rows.clamp(min=0)], real) for inputs in kept[2:])
-    row_chunks = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    o = scan_chunks(
-        masked(of_step, is_new), keys, values, gates, strengths, states, sources, destinations, chunk_size,
-        row_chunks * chunk_size, row_chunks, torch.full_like(destinations, -1),
+    gates, strengths = (masked(pool[input_rows.clamp(min=0)], real) for pool in (inputs.g, inputs.beta))
+    row_chunks = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    chunks = ScanRows(
+        sources, destinations, chunk_size, row_chunks * chunk_size, row_chunks[:-1], row_chunks,
+        torch.full_like(destinations, -1),
     )  # fmt: skip
+    o = scan_chunks(masked(of_step, is_new), keys, values, gates, strengths, states, chunks)
     # Padding may lie after the chunk.
     places = ((starts % chunk_size)[:, None] + token[:tokens]).clamp_(max=chunk_size - 1)
     return o.index_select(0, (row * chunk_size + places).flatten()).view(shape)
 
 
 def _keep_rows(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor,
-    kept: Pools, new_v_inputs: Tensor | None, rows: NewRows, tokens: int, raw: RawTokens | None,
-    tails: bool,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, queries: Tensor | None,
+    inputs: DeltaInputs, rows: NewRows, tokens: int, raw: RawTokens | None,
 ) -> None:  # fmt: skip
-    """Launch `keep_rows_kernel`: for rows of `tokens` packed tokens; with `tails`, for packed rows' tails."""
-    k_inputs, v_inputs, g_inputs, beta_inputs = kept
-    check_slots(k_inputs=k_inputs, v_inputs=v_inputs, g_inputs=g_inputs, beta_inputs=beta_inputs)
-    (page_tokens, key_heads, key_dim), (heads, value_dim) = k_inputs.shape[1:], v.shape[1:]
+    """Launch `keep_rows_kernel` for rows of `tokens` tokens; without queries, for tails of packed rows."""
+    kept, tails, new_v_inputs = inputs[:4], queries is None, None if new_v is None else inputs.new_v
+    check_slots(k_inputs=inputs.k, v_inputs=inputs.v, g_inputs=inputs.g, beta_inputs=inputs.beta)
+    (page_tokens, key_heads, key_dim), (heads, value_dim) = inputs.k.shape[1:], v.shape[1:]
     q, k = (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
     g, beta = (x if x.dim() == 3 else x[:, None] for x in (g, beta))
     sizes = keep_blocks(tokens, heads, key_dim, value_dim)
@@ -174,11 +149,11 @@ def _keep_rows(
         sizes_of_conv = net.weight.shape[1], states.shape[2], rings.shape[1], net.doubled
         conv = dict(zip(conv, sizes_of_conv, strict=True))
     keep_rows_kernel[(rows.input_rows.shape[0] * tiles,)](
-        q, k, v, g, beta, new_v, queries, *kept, new_v_inputs, *rows, *made_of, *conv_strides,
+        q, k, v, g, beta, new_v, k if tails else queries, *kept, new_v_inputs, *rows, *made_of, *conv_strides,
         *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, INNER=g.shape[2],
-        TOKENS=tokens, CHUNK=g_inputs.shape[1], PAGE_TOKENS=page_tokens, TAILS=tails,
+        TOKENS=tokens, CHUNK=inputs.g.shape[1], PAGE_TOKENS=page_tokens, TAILS=tails,
         **conv, **sizes, num_warps=OPERAND_WARPS,
     )  # fmt: skip
 

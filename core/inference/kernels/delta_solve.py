@@ -4,37 +4,48 @@ A row depends on earlier rows only, of which a request keeps those of the invers
 follows in `delta_replay`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operands import check_slots
+from .operands import DeltaInputs, check_slots
 from .tiles import in_page
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW_PROGRAMS = 1024
 
 
+class NewRows(NamedTuple):
+    """Rows of new tokens: of decodes, or tails of prefills. `keep_rows_kernel` says what the last two are."""
+
+    input_rows: Tensor
+    pages: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
 def solve_rows(
-    queries: Tensor | None, k_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, inverses: Tensor,
-    input_rows: Tensor, pages: Tensor, starts: Tensor, ends: Tensor, tokens: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    queries: Tensor | None, inputs: DeltaInputs, rows: NewRows, tokens: int
+) -> tuple[Tensor, Tensor]:
     """Launch `solve_rows_kernel` for decodes; without queries, for prefills' tails, as `keep_rows_kernel`.
 
     Returns what `outputs_kernel` reads of new tokens: [rows * tokens, Hv, Dk + 2 * chunk_size] and decays.
     """
-    check_slots(inverses=inverses)
-    (page_tokens, key_heads, key_dim), heads = k_inputs.shape[1:], inverses.shape[1]
-    chunk_size = g_inputs.shape[1]
-    size = 0 if queries is None else input_rows.shape[0] * tokens
-    solved = k_inputs.new_empty(size, heads, key_dim + 2 * chunk_size)
-    decays = inverses.new_empty(size, heads)
-    solve_rows_kernel[(heads * input_rows.shape[0],)](
-        queries, k_inputs, g_inputs, beta_inputs, inverses, solved, decays, input_rows, pages, starts, ends,
-        *(pool.stride(0) for pool in (k_inputs, g_inputs, beta_inputs, inverses)),
+    assert inputs.inverses is not None
+    check_slots(inverses=inputs.inverses)
+    read = inputs.k, inputs.g, inputs.beta, inputs.inverses
+    (page_tokens, key_heads, key_dim), heads = inputs.k.shape[1:], inputs.inverses.shape[1]
+    chunk_size, num_rows = inputs.g.shape[1], rows.input_rows.shape[0]
+    size = 0 if queries is None else num_rows * tokens
+    solved = inputs.k.new_empty(size, heads, key_dim + 2 * chunk_size)
+    decays = inputs.inverses.new_empty(size, heads)
+    solve_rows_kernel[(heads * num_rows,)](
+        queries, *read, solved, decays, *rows, *(pool.stride(0) for pool in read),
         tokens, heads, heads // key_heads, key_dim, chunk_size, page_tokens, queries is None,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
-        **solve_shape(heads * input_rows.shape[0], key_dim, chunk_size), num_stages=1,
+        **solve_shape(heads * num_rows, key_dim, chunk_size), num_stages=1,
     )  # fmt: skip
     return solved, decays
 

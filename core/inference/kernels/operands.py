@@ -1,4 +1,4 @@
-"""What callers hand to kernels: pools of states, rows of attention, draws of tokens."""
+"""What callers hand to kernels, but for a step's rows: pools of states and of inputs, draws of tokens."""
 
 import math
 from collections.abc import Sequence
@@ -72,8 +72,48 @@ def split_heads(packed: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tenso
     return [torch.unflatten(part, -1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-RawTokens = tuple[DeltaNet, Tensor, Tensor, Tensor]
-"""Of a decode by replay: `conv_states`, `conv_inputs` and `destinations` of the convolution, too."""
+class RawTokens(NamedTuple):
+    """What convolves the tokens of a decode by replay, as in `causal_conv1d_replay`."""
+
+    net: DeltaNet
+    conv_states: Tensor
+    conv_inputs: Tensor
+    destinations: Tensor
+
+
+class SsdInputs(NamedTuple):
+    """Pools of what a Mamba-2 layer's tokens since the last grid point put in.
+
+    Attributes:
+        x, B: [pages, tokens, H, P] and [pages, tokens, G, N].
+        dt: [requests, 2, H, chunk_size] in the compute dtype: dt, and sums of dt * A from the grid point.
+            Numbers from start + length on have no effect, NaN included.
+    """
+
+    x: Tensor
+    B: Tensor
+    dt: Tensor
+
+
+class DeltaInputs(NamedTuple):
+    """Pools of what a gated delta net's tokens since the last grid point put in.
+
+    Attributes:
+        k, v: [pages, tokens, ...] of normalised k, and of v.
+        g, beta: [requests, chunk_size, Hv].
+        new_v: [pages, tokens, Hv, Dv] what each token adds to the value of its key. This and `inverses` are
+            for 16-bit tokens on a GPU, else None.
+        inverses: [requests, Hv, (chunk_size + 16) // 2, chunk_size] float32, the inverses of the chunks'
+            triangular systems in blocks of 16 x 16 on and below the diagonal; of a larger row, the first
+            numbers, without gaps between heads.
+    """
+
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    new_v: Tensor | None = None
+    inverses: Tensor | None = None
 
 
 def check_slots(**pools: Tensor) -> None:
@@ -83,61 +123,11 @@ def check_slots(**pools: Tensor) -> None:
             raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
 
 
-def page_table(pages: Tensor | None, input_rows: Tensor) -> Tensor:
-    """[rows, pages of a chunk], dense; without pages `input_rows`, as pages of a whole chunk each."""
-    return input_rows[:, None].contiguous() if pages is None else pages.contiguous()
-
-
 def check_last_stride(**tensors: Tensor) -> None:
     """Raise a ValueError that names a tensor whose last dimension is not dense."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
-
-
-class AttentionRows(NamedTuple):
-    """The rows of a step, decode rows first, and their places in the paged KV cache.
-
-    A row's queries are the last tokens of the row's sequence. The tokens of decode row r lie at
-    r * decode_tokens; padding lies after the row's real tokens. Prefill rows lie one after another, after
-    all decode rows and their padding; padding tokens lie after the last prefill row. A padding row has no
-    tokens, no KV, and 0 in the block table. Attention of padding tokens is unspecified.
-
-    Attributes:
-        block_table: [R, blocks] int32: KV blocks of each row in order, padded with 0.
-        kv_lengths: [R] int32: tokens of each row's sequence, the row's real tokens included.
-        query_start_loc: [R + 1] int32: the place of each row's first token in `query`; trailing total.
-        query_lengths: [R] int32: the real tokens of each row.
-        positions: [T] int64: the position of each token in its sequence; 0 for padding tokens.
-        num_decodes: the number of decode rows, padding included.
-        decode_tokens: the tokens of each decode row, padding included.
-        max_query_tokens: at least the tokens of the longest prefill row.
-        one_split: whether a backend that cuts a sequence's KV into parts for more thread blocks leaves it
-            whole, or cuts it at fixed positions, so that the bits of a row do not depend on the other rows.
-    """
-
-    block_table: Tensor
-    kv_lengths: Tensor
-    query_start_loc: Tensor
-    query_lengths: Tensor
-    positions: Tensor
-    num_decodes: int
-    decode_tokens: int
-    max_query_tokens: int
-    one_split: bool = False
-
-    @property
-    def num_rows(self) -> int:
-        return self.block_table.shape[0]
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return self.num_decodes * self.decode_tokens
-
-    @property
-    def longest_query(self) -> int:
-        """At least the tokens of the longest row, and at least 1."""
-        return max(1, self.max_query_tokens, self.decode_tokens if self.num_decodes else 0)
 
 
 class TokenDraw(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...validation import ceil_div
 from .ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states
+from .step_rows import ScanRows
 from .tiles import any_index
 
 UPDATE_WARPS = 4
@@ -103,23 +104,19 @@ def update_kernel(
 
 
 def ssd_chunk_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor, rows: ScanRows,
+    *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `torch_ssd.ssd_chunk_scan`, in four launches; a ValueError where a last stride is not 1.
 
     The same inputs and cuts give the same bits whichever rows share the batch and, in a float32 pool, however
     the cuts are spread over calls.
     """
-    operands = operand_dtype(x.dtype)
-    chunk_dt, log_decays = chunk_cumsum(dt, A, chunk_size, cu_chunk_seqlens)
-    entering = ssd_states(
-        x, B, chunk_dt, log_decays, ssm_states, sources, destinations, cu_chunk_seqlens, row_chunk_starts,
-        chunk_destinations, operands,
-    )  # fmt: skip
-    CB = chunk_scores(C, B, chunk_size, cu_chunk_seqlens, operands)
-    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cu_chunk_seqlens, out)
+    operands, cuts = operand_dtype(x.dtype), rows.cu_chunk_seqlens
+    chunk_dt, log_decays = chunk_cumsum(dt, A, rows.chunk_size, cuts)
+    entering = ssd_states(x, B, chunk_dt, log_decays, ssm_states, rows, operands)
+    CB = chunk_scores(C, B, rows.chunk_size, cuts, operands)
+    return chunk_scan(x, chunk_dt, log_decays, C, CB, D, entering, cuts, out)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:

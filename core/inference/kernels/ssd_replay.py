@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import check_last_stride, check_slots, page_table
+from .operands import SsdInputs, check_last_stride, check_slots
 from .ssd import operand_dtype
 from .ssd_stages import (
     INTERPRETED,
@@ -26,6 +26,7 @@ from .ssd_stages import (
     state_blocks,
     sum_decays,
 )
+from .step_rows import ReplayRows, TailRows, page_table
 from .tiles import in_page, load_tile
 
 MIN_PROGRAMS = 1024
@@ -33,29 +34,27 @@ MIN_PROGRAMS = 1024
 
 
 def ssd_replay(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor, input_rows: Tensor, starts: Tensor,
-    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
-    *, out: Tensor | None = None, pages: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor, inputs: SsdInputs,
+    rows: ReplayRows, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `torch_ssd.ssd_replay`, with the bits of `ssd_chunk_scan` in one run over the chunk.
 
-    x_inputs and B_inputs have the dtype of x. A ValueError where a last stride of x, B or C is not 1.
+    `inputs.x` and `inputs.B` have the dtype of x. A ValueError where a last stride of x, B or C is not 1.
     """
     check_last_stride(x=x, B=B, C=C)
-    check_slots(ssm_states=ssm_states, x_inputs=x_inputs, B_inputs=B_inputs, dt_inputs=dt_inputs)
-    rows, tokens, heads, head_dim = x.shape
+    check_slots(ssm_states=ssm_states, x_inputs=inputs.x, B_inputs=inputs.B, dt_inputs=inputs.dt)
+    num_rows, tokens, heads, head_dim = x.shape
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
-    blocks, options = block_sizes(tokens, chunk_size, head_dim, state_dim, operands)
-    head_block = heads_of_a_program(rows, heads, heads // groups)
-    y = torch.empty(rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
-    ssd_replay_kernel[(ceil_div(head_dim, blocks["BLOCK_P"]), heads // head_block, rows)](
-        x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, dt_inputs, y,
-        input_rows, page_table(pages, input_rows), starts, lengths, sources, destinations,
+    blocks, options = block_sizes(tokens, rows.chunk_size, head_dim, state_dim, operands)
+    head_block = heads_of_a_program(num_rows, heads, heads // groups)
+    y = torch.empty(num_rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
+    ssd_replay_kernel[(ceil_div(head_dim, blocks["BLOCK_P"]), heads // head_block, num_rows)](
+        x, dt, A, B, C, D, ssm_states, *inputs, y,
+        rows.input_rows, page_table(rows), rows.starts, rows.lengths, rows.sources, rows.destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
-        ssm_states.stride(0), x_inputs.stride(0), B_inputs.stride(0), dt_inputs.stride(0),
-        tokens, heads, groups, head_dim, state_dim, chunk_size, x_inputs.shape[1],
+        ssm_states.stride(0), *(pool.stride(0) for pool in inputs),
+        tokens, heads, groups, head_dim, state_dim, rows.chunk_size, inputs.x.shape[1],
         operands == torch.float32, head_block,
         **blocks, **options,
     )  # fmt: skip
@@ -347,24 +346,23 @@ TAIL_BLOCK, TAIL_WARPS = 1024, 4  # numbers of 16 bits, 16 bytes a thread
 
 
 def keep_ssd_inputs(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor,
-    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
-    *, pages: Tensor | None = None,
-) -> None:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, inputs: SsdInputs, rows: TailRows, chunk_size: int
+) -> None:
     """As `torch_ssd.keep_ssd_inputs`, with `chunk_cumsum`'s bits; ValueError for strided rows."""
     check_last_stride(x=x, B=B)
-    check_slots(x_inputs=x_inputs, B_inputs=B_inputs, dt_inputs=dt_inputs)
-    table = page_table(pages, input_rows)
+    check_slots(x_inputs=inputs.x, B_inputs=inputs.B, dt_inputs=inputs.dt)
+    input_rows, starts, query_start_loc, _ = rows
+    table = page_table(rows)
     keep_tails_kernel[(chunk_size, input_rows.shape[0])](
-        x, B, x_inputs, B_inputs, input_rows, table, tail_starts, query_start_loc,
-        *x.stride()[:2], *B.stride()[:2], x_inputs.stride(0), B_inputs.stride(0),
-        *x.shape[1:], *B.shape[1:], x_inputs.shape[1], table.shape[1], BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
+        x, B, inputs.x, inputs.B, input_rows, table, starts, query_start_loc,
+        *x.stride()[:2], *B.stride()[:2], inputs.x.stride(0), inputs.B.stride(0),
+        *x.shape[1:], *B.shape[1:], inputs.x.shape[1], table.shape[1], BLOCK=TAIL_BLOCK, num_warps=TAIL_WARPS,
     )  # fmt: skip
     heads = x.shape[1]
     block_h = heads_of_a_warp(heads)
     keep_dt_kernel[(ceil_div(heads, block_h), input_rows.shape[0])](
-        dt, A, dt_inputs, input_rows, tail_starts, query_start_loc,
-        *dt.stride(), A.stride(0), dt_inputs.stride(0),
+        dt, A, inputs.dt, input_rows, starts, query_start_loc,
+        *dt.stride(), A.stride(0), inputs.dt.stride(0),
         HEADS=heads, CHUNK_SIZE=chunk_size, BLOCK_H=block_h, num_warps=SUM_WARPS,
     )  # fmt: skip
 

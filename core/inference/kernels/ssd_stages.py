@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...validation import ceil_div
 from .operands import check_last_stride, check_slots
+from .step_rows import ScanRows
 from .tiles import load_tile
 
 SUM_WARPS = 1
@@ -312,9 +313,8 @@ STATE_WARPS = 4
 
 
 def ssd_states(
-    x: Tensor, B: Tensor, dt: Tensor, log_decays: Tensor, ssm_states: Tensor, sources: Tensor,
-    destinations: Tensor, cu_chunk_seqlens: Tensor, row_chunk_starts: Tensor,
-    chunk_destinations: Tensor, operands: torch.dtype | None = None,
+    x: Tensor, B: Tensor, dt: Tensor, log_decays: Tensor, ssm_states: Tensor, rows: ScanRows,
+    operands: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """leaving = exp(l[last]) entering + sum over k of exp(l[last] - l[k]) dt[k] x[k] B[k], chunk by chunk.
 
@@ -330,9 +330,10 @@ def ssd_states(
     entering = torch.empty(chunks, heads, head_dim, state_dim, dtype=operands, device=x.device)
     blocks, num_stages = state_blocks(chunk_size, head_dim, state_dim, operands)
     tiles = ceil_div(head_dim, blocks["BLOCK_P"]) * ceil_div(state_dim, blocks["BLOCK_N"])
-    ssd_states_kernel[(tiles * heads * sources.shape[0],)](
+    ssd_states_kernel[(tiles * heads * rows.sources.shape[0],)](
         x, B, dt, log_decays, ssm_states, entering,
-        sources, destinations, cu_chunk_seqlens, row_chunk_starts, chunk_destinations,
+        rows.sources, rows.destinations, rows.cu_chunk_seqlens, rows.row_chunk_starts,
+        rows.chunk_destinations,
         x.stride(0), x.stride(1), B.stride(0), B.stride(1), ssm_states.stride(0), dt.stride(0),
         heads, heads // B.shape[1], head_dim, state_dim, chunk_size,
         **blocks, num_warps=STATE_WARPS, num_stages=num_stages,

@@ -25,43 +25,19 @@ class KernelSet:
         v, g, beta: of a delta net, [tokens, Hv, Dv]; [tokens, Hv] log decays, 0 or less, finite; [tokens, Hv]
             strengths as they are used
         raw: None, or what makes q, k, v, g and beta of the arguments that stand in their places
-        sources: [rows] slot of the state before a row, -1: zeros
-        destinations: slot for the state after it, -1: nowhere. [rows]; in updates [rows, T], one for each
-            token; in `gated_delta_rule_replay` named only where the row completes its chunk, None where
-            `complete_delta_chunks` follows, with pools [layers, ...]. It may be the row's own source, no
-            other row's
-        query_start_loc, token_rows: [rows + 1] where each row's tokens start; [tokens] the row of each token
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] the window before token
-            `checkpoint_ends` of the stream, which is a token of that row or the row's end, goes to this slot
-        chunk_size, cu_chunk_seqlens, seq_idx, row_chunk_starts: as in `PrefillChunks`; a row without tokens
-            has no chunk and passes its state on unchanged
-        chunk_destinations: [chunks] slots for the states after chunks
+        sources, destinations: [rows] slot of the state before a row, -1: zeros; [rows, T] slot for the state
+            after each token, -1: nowhere. It may be the row's own source, no other row's
+        rows: the places of a step's rows, as `step_rows` describes each kind
+        inputs: of decodes by replay, what a request keeps of its tokens since the last grid point, a multiple
+            of `chunk_size`, at position % chunk_size; `complete_delta_chunks` takes pools [layers, ...]
+        conv_inputs: of a convolution, [requests, R, channels] raw inputs at position % R, R at least kernel -
+            1 + T; only the kernel - 1 positions before `starts` are read, and positions before 0 are zeros
+        new_v: for 16-bit tokens on a GPU, else None: [tokens, Hv, Dv] what each adds to the value of its key
         out: where the result goes, contiguous; None allocates it
         query, key; keys, values: [T, heads, head dim], [T, KV heads, head dim]; query head h reads KV head
             h // (heads // KV heads)
         kv_cache: [2 (K, V), blocks, block size, KV heads, head dim]
         eps, offset: of norms over the last dimension, added to the mean square and to the weight [n]
-
-    For decodes by replay, a request keeps what its tokens since the last grid point, a multiple of
-    `chunk_size`, put in, at position % chunk_size; of a convolution its last raw inputs, at position % R:
-
-        input_rows, starts, lengths: [rows] its row of the inputs, -1: padding; the position of its first new
-            token; its new tokens, at most T, all in one chunk. Outputs of tokens after them are unspecified
-        tail_starts: [rows] the packed token that begins a prefill row's last, incomplete chunk; a tail that
-            begins at its row's end has no token
-        conv_inputs: [requests, R, channels], R at least kernel - 1 + T; only the kernel - 1 positions before
-            `starts` are read, and positions before 0 are zeros
-        pages: [rows, pages of a chunk] where tokens' inputs lie, in order, in pools [pages, tokens, ...]; the
-            last one may have room for more tokens than the chunk. None: `input_rows`, of whole chunks
-        x_inputs, B_inputs, dt_inputs: [pages, tokens, H, P], [pages, tokens, G, N] and [requests, 2, H,
-            chunk_size], the last in the compute dtype: dt, and sums of dt * A from the grid point; numbers
-            from start + length on have no effect, NaN included
-        k_inputs, v_inputs, g_inputs, beta_inputs: [pages, tokens, ...] of normalised k, and of v; [requests,
-            chunk_size, ...] of g and beta
-        new_v, new_v_inputs, inverses: for 16-bit tokens on a GPU, else None. [tokens, Hv, Dv] what each token
-            adds to the value of its key; [pages, tokens, Hv, Dv]; [requests, Hv, (chunk_size + 16) // 2,
-            chunk_size] float32, the inverses of the chunks' triangular systems in blocks of 16 x 16 on and
-            below the diagonal; of a larger row, the first numbers, without gaps between heads
 
     Example: `kernel_set(torch.device("cpu"), torch.bfloat16).rms_norm(x, weight, 1e-5)` with x [7, 512] and
     weight [512] computes in float32 and returns bfloat16 [7, 512].

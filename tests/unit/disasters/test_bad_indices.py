@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import mambaslots as ms
 import pytest
@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.operands import DeltaNet
+from mambaslots.inference.kernels.operands import DeltaInputs, DeltaNet, RawTokens, SsdInputs
+from mambaslots.inference.kernels.step_rows import ConvRows, ReplayRows, ScanRows, TailRows
 from mambaslots.models import hybrid_lm
 from oracle.budget import costly
 from oracle.drafters import MODES, speculating
@@ -37,45 +38,51 @@ class Indices(NamedTuple):
     axis: int = 0
 
 
-SCAN = Indices(("states",), ("sources",), ("destinations", "chunk_destinations"))
+SCAN = Indices(("states",), ("rows.sources",), ("rows.destinations", "rows.chunk_destinations"))
 UPDATE = Indices(("states",), ("sources",), ("destinations",))
+REPLAY = Indices((), ("rows.sources",), ("rows.destinations",), ("rows.input_rows",))
+SSD_INPUTS = "inputs.x", "inputs.B", "inputs.dt"
+DELTA_INPUTS = "inputs.k", "inputs.v", "inputs.g", "inputs.beta"
 TABLE = {
     "causal_conv1d_prefill": Indices(
-        ("conv_states",), ("sources",), ("destinations", "checkpoint_destinations")
+        ("conv_states",), ("rows.sources",), ("rows.destinations", "rows.checkpoint_destinations")
     ),
     "causal_conv1d_update": Indices(("conv_states",), ("sources",), ("destinations",)),
-    "causal_conv1d_replay": Indices(
-        ("conv_states",), (), ("destinations",), ("input_rows",), ("conv_inputs",)
-    ),
+    "causal_conv1d_replay": REPLAY._replace(pools=("conv_states",), rings=("conv_inputs",)),
     "keep_conv_inputs": Indices(("conv_states",), ("sources",), (), ("input_rows",), ("conv_inputs",)),
     "ssd_chunk_scan": SCAN._replace(pools=("ssm_states",)),
     "selective_state_update": UPDATE._replace(pools=("ssm_states",)),
-    "ssd_replay": Indices(
-        ("ssm_states",), ("sources",), ("destinations",), ("input_rows",),
-        ("x_inputs", "B_inputs", "dt_inputs"),
-    ),
-    "keep_ssd_inputs": Indices((), (), (), ("input_rows",), ("x_inputs", "B_inputs", "dt_inputs")),
+    "ssd_replay": REPLAY._replace(pools=("ssm_states",), rings=SSD_INPUTS),
+    "keep_ssd_inputs": Indices((), (), (), ("rows.input_rows",), SSD_INPUTS),
     "gated_delta_rule_scan": SCAN,
     "gated_delta_rule_update": UPDATE,
-    "gated_delta_rule_replay": Indices(
-        ("states", "raw_states"), ("sources",), ("destinations", "raw_destinations"), ("input_rows",),
-        ("k_inputs", "v_inputs", "g_inputs", "beta_inputs", "raw_inputs"),
+    "gated_delta_rule_replay": REPLAY._replace(
+        pools=("states", "raw.conv_states"), writes=("rows.destinations", "raw.destinations"),
+        rings=(*DELTA_INPUTS, "raw.conv_inputs"),
     ),
-    "keep_delta_inputs": Indices(
-        (), (), (), ("input_rows",), ("k_inputs", "v_inputs", "g_inputs", "beta_inputs")
-    ),
-    "complete_delta_chunks": Indices(
-        ("states",), ("sources",), ("destinations",), ("input_rows",),
-        ("k_inputs", "v_inputs", "g_inputs", "beta_inputs", "inverses"), axis=1,
+    "keep_delta_inputs": Indices((), (), (), ("rows.input_rows",), DELTA_INPUTS),
+    "complete_delta_chunks": REPLAY._replace(
+        pools=("states",), rings=(*DELTA_INPUTS, "inputs.inverses"), axis=1
     ),
     "write_kv": Indices(("kv_cache",), (), ("positions",), axis=1),
 }  # fmt: skip
 """Every kernel that is given indices of slots, of rings of inputs, or of KV rows."""
 INDEX_NAMES = {"sources", "destinations", "input_rows", "chunk_destinations", "checkpoint_destinations"}
-RAW = "net", "raw_states", "raw_inputs", "raw_destinations"
-"""The parts of an argument `raw`."""
+GROUPS = ConvRows, ScanRows, ReplayRows, TailRows, SsdInputs, DeltaInputs, RawTokens
+"""Arguments that group others, which are named as "rows.sources"."""
 GUARD = 2
 """Slots before and behind a pool; -1 names one of them where it is taken for a number."""
+
+
+def groups_of(function: Any) -> dict[str, Any]:
+    """The type of each argument of a function that groups others."""
+    annotations = {name: each.annotation for name, each in signature(function).parameters.items()}
+    return {
+        name: group
+        for name, annotation in annotations.items()
+        for group in GROUPS
+        if group in (annotation, *get_args(annotation))
+    }
 
 
 def test_every_kernel_with_indices_is_in_the_table() -> None:
@@ -83,11 +90,13 @@ def test_every_kernel_with_indices_is_in_the_table() -> None:
         if name.startswith("_"):
             continue
         names = set(signature(getattr(KernelSet, name)).parameters)
-        if names & INDEX_NAMES or ("kv_cache" in names and name != "paged_attention"):
+        for argument, group in groups_of(getattr(KernelSet, name)).items():
+            names |= {f"{argument}.{part}" for part in group._fields}
+        indices = {of for of in names if of.rpartition(".")[2] in INDEX_NAMES}
+        if indices or ("kv_cache" in names and name != "paged_attention"):
             known = TABLE[name]
-            names |= {*RAW} if "raw" in names else set()
             assert {*known.pools, *known.reads, *known.writes, *known.slots, *known.rings} <= names
-            assert names & INDEX_NAMES <= {*known.reads, *known.writes, *known.slots}
+            assert indices <= {*known.reads, *known.writes, *known.slots}
 
 
 class Recording:
@@ -105,8 +114,9 @@ class Recording:
         def noting(*args: Any, **named: Any) -> Any:
             bound = signature(function).bind(*args, **named).arguments
             bound.pop("out", None)
-            if (raw := bound.pop("raw", None)) is not None:
-                bound |= dict(zip(RAW, raw, strict=True))
+            for argument in groups_of(function):
+                if (group := bound.pop(argument, None)) is not None:
+                    bound |= {f"{argument}.{part}": value for part, value in group._asdict().items()}
             known = TABLE[name]
             index = [bound[of] for of in (*known.reads, *known.writes, *known.slots)]
             named_slots = [int((tensor >= 0).sum()) for tensor in index]
@@ -165,9 +175,9 @@ class Guarded:
         self.arguments = {
             of: value.to(device) if isinstance(value, Tensor) else value for of, value in arguments.items()
         }
-        if "net" in arguments:
-            net = (x.to(device) if isinstance(x, Tensor) else x for x in arguments["net"])
-            self.arguments["net"] = DeltaNet(*net)
+        if "raw.net" in arguments:
+            net = (x.to(device) if isinstance(x, Tensor) else x for x in arguments["raw.net"])
+            self.arguments["raw.net"] = DeltaNet(*net)
         for of in (*known.pools, *known.rings):
             axis = known.axis
             pool = self.arguments[of]
@@ -192,8 +202,8 @@ class Guarded:
 
     def call(self, function: Any) -> list[Tensor]:
         given = dict(self.arguments)
-        if "net" in given:
-            given["raw"] = tuple(given.pop(name) for name in RAW)
+        for argument, group in groups_of(function).items():
+            given[argument] = group(**{part: given.pop(f"{argument}.{part}") for part in group._fields})
         found = function(**given)
         return [found] if isinstance(found, Tensor) else list(found or ())
 

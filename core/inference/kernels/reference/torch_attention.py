@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ....validation import ceil_div
-from ..operands import AttentionRows, compute_dtype
+from ..operands import compute_dtype
+from ..step_rows import AttentionRows
 
 
 def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, positions: Tensor) -> None:

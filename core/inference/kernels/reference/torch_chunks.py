@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..step_rows import ScanRows
+
 
 def rounded(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """`result` in `dtype`, in `out` where there is one."""
@@ -32,12 +34,10 @@ def places(pool: Tensor, pages: Tensor, start: int, stop: int) -> tuple[Tensor, 
 class PaddedChunks:
     """Chunks of packed rows, each padded to `chunk_size`: products have one shape, and bits, in any batch."""
 
-    def __init__(
-        self, tokens: int, chunk_size: int, cu_chunk_seqlens: Tensor, row_chunk_starts: Tensor
-    ) -> None:
-        self.num_chunks = int(row_chunk_starts[-1])
-        cuts = cu_chunk_seqlens[: self.num_chunks + 1].long()
-        places = cuts[:-1, None] + torch.arange(chunk_size, device=cuts.device)
+    def __init__(self, tokens: int, rows: ScanRows) -> None:
+        self.num_chunks = int(rows.row_chunk_starts[-1])
+        cuts = rows.cu_chunk_seqlens[: self.num_chunks + 1].long()
+        places = cuts[:-1, None] + torch.arange(rows.chunk_size, device=cuts.device)
         self._inside = places < cuts[1:, None]
         self._places = torch.where(self._inside, places, tokens)
 

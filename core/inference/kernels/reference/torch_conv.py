@@ -10,37 +10,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operands import compute_dtype
+from ..step_rows import ConvRows, ReplayRows
 from .torch_chunks import read_states, rounded, write_states
 
 
 def causal_conv1d_prefill(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, sources: Tensor,
-    destinations: Tensor, query_start_loc: Tensor, token_rows: Tensor, checkpoint_rows: Tensor,
-    checkpoint_ends: Tensor, checkpoint_destinations: Tensor, *, activation: bool = True,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, rows: ConvRows,
+    *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Depthwise causal convolution, then SiLU, over packed sequences of any lengths, 0 and 1 included."""
     tokens, conv_dim = x.shape
     width = weight.shape[1] - 1
-    rows = torch.arange(sources.shape[0], device=x.device)
+    row = torch.arange(rows.sources.shape[0], device=x.device)
     taps = torch.arange(width, device=x.device)
 
     # Each row's carried window goes in front of the row's tokens, and one gather serves rows of any length.
     # Padding tokens belong to a row after the last, whose window is zeros.
-    packed = x.new_zeros(tokens + (rows.shape[0] + 1) * width, conv_dim)
-    window_starts = query_start_loc[:-1] + rows * width
-    carried = read_states(conv_states[..., :width], sources)
+    packed = x.new_zeros(tokens + (row.shape[0] + 1) * width, conv_dim)
+    window_starts = rows.query_start_loc[:-1] + row * width
+    carried = read_states(conv_states[..., :width], rows.sources)
     packed[window_starts[:, None] + taps] = carried.transpose(1, 2).to(x.dtype)
-    windows_before = torch.where(token_rows < 0, rows.shape[0], token_rows)
+    windows_before = torch.where(rows.token_rows < 0, row.shape[0], rows.token_rows)
     token_windows = torch.arange(tokens, device=x.device) + windows_before * width
     packed[token_windows + width] = x
 
     inputs = (packed[token_windows + tap] for tap in range(width + 1))
     y = _convolved(x.dtype, inputs, weight, bias, activation)
-    ends = torch.cat([query_start_loc[1:], checkpoint_ends])
-    end_rows = torch.cat([rows, checkpoint_rows])
+    ends = torch.cat([rows.query_start_loc[1:], rows.checkpoint_ends])
+    end_rows = torch.cat([row, rows.checkpoint_rows])
     windows = packed[(ends + end_rows * width)[:, None] + taps].transpose(1, 2)
-    write_states(conv_states[..., :width], torch.cat([destinations, checkpoint_destinations]), windows)
+    destinations = torch.cat([rows.destinations, rows.checkpoint_destinations])
+    write_states(conv_states[..., :width], destinations, windows)
     return rounded(y, x.dtype, out)
 
 
@@ -71,11 +71,11 @@ def causal_conv1d_update(
 
 def causal_conv1d_replay(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, conv_inputs: Tensor,
-    input_rows: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor, *, activation: bool = True,
-    out: Tensor | None = None,
+    rows: ReplayRows, *, activation: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`causal_conv1d_prefill` of T tokens whose inputs before them lie in a ring; the same sums and bits."""
-    rows, tokens, _ = x.shape
+    num_rows, tokens, _ = x.shape
+    input_rows, starts, lengths = rows[:3]
     width, ring = weight.shape[1] - 1, conv_inputs.shape[1]
     place = torch.arange(width + tokens, device=x.device)  # of a token after the oldest input that is read
     positions = starts.long()[:, None] + place - width
@@ -90,8 +90,9 @@ def causal_conv1d_replay(
     stored = positions[row, width + token] % ring
     conv_inputs[input_rows[row], stored] = x[row, token].to(conv_inputs.dtype)
     of_window = lengths.long()[:, None] + place[:width]
-    windows = packed[torch.arange(rows, device=x.device)[:, None], of_window].transpose(1, 2)
-    write_states(conv_states[..., :width], destinations, windows)
+    windows = packed[torch.arange(num_rows, device=x.device)[:, None], of_window].transpose(1, 2)
+    assert rows.destinations is not None
+    write_states(conv_states[..., :width], rows.destinations, windows)
     return rounded(_convolved(x.dtype, inputs, weight, bias, activation), x.dtype, out)
 
 

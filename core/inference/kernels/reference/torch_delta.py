@@ -13,7 +13,8 @@ recurrence goes from that state over these inputs, token by token.
 import torch
 from torch import Tensor
 
-from ..operands import RawTokens, compute_dtype
+from ..operands import DeltaInputs, RawTokens, compute_dtype
+from ..step_rows import ReplayRows, ScanRows, TailRows, page_table
 from .torch_chunks import PaddedChunks, pass_states, places, read_states, write_states
 from .torch_conv import causal_conv1d_replay
 from .torch_pointwise import delta_gates
@@ -22,14 +23,13 @@ _NORM_EPSILON = 1e-6
 
 
 def gated_delta_rule_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, sources: Tensor,
-    destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor, new_v: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, rows: ScanRows,
+    new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The rule over packed sequences, in chunks of the WY form (arXiv 2412.06464, section 3.3)."""
     dtype = compute_dtype(v.dtype)
     key_heads, value_heads = k.shape[1], v.shape[1]
-    chunks = PaddedChunks(v.shape[0], chunk_size, cu_chunk_seqlens, row_chunk_starts)
+    chunks, chunk_size = PaddedChunks(v.shape[0], rows), rows.chunk_size
     heads_of_key = value_heads // key_heads
 
     # From here [chunks, Hv, chunk_size (, chunk_size, Dk or Dv)]. Padding has q = k = v = g = beta = 0: it
@@ -60,15 +60,15 @@ def gated_delta_rule_scan(
     entering, leaving, final = pass_states(
         _next_states,
         (from_start[..., -1], read_keys, written, (keys * to_end[..., None]).mT),
-        read_states(states, sources).to(dtype),
-        seq_idx[: chunks.num_chunks],
+        read_states(states, rows.sources).to(dtype),
+        rows.seq_idx[: chunks.num_chunks],
     )
     new_values = written - read_keys @ entering
     carried = (queries * from_start[..., None]) @ entering
     o = carried + ((queries @ keys.mT) * decay) @ new_values
 
-    write_states(states, chunk_destinations[: chunks.num_chunks], leaving)
-    write_states(states, destinations, final)
+    write_states(states, rows.chunk_destinations[: chunks.num_chunks], leaving)
+    write_states(states, rows.destinations, final)
     out = torch.zeros(v.shape, dtype=dtype, device=v.device)
     packed = chunks.packed(o.movedim(1, 2))
     out[: packed.shape[0]] = packed
@@ -115,94 +115,81 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def gated_delta_rule_replay(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, k_inputs: Tensor,
-    v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None,
-    inverses: Tensor | None, input_rows: Tensor, starts: Tensor, lengths: Tensor, sources: Tensor,
-    destinations: Tensor | None, chunk_size: int, *, pages: Tensor | None = None,
-    raw: RawTokens | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, inputs: DeltaInputs,
+    rows: ReplayRows, raw: RawTokens | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of the tokens since each row's last grid point; the outputs of the new ones."""
-    rows, tokens = v.shape[:2]
+    num_rows, tokens = v.shape[:2]
     if raw is not None:
         net, windows, rings, slots = raw
         conv = torch.cat([x.flatten(2) for x in (q, k, v)], dim=2), net.weight, net.bias, windows, rings
-        x = causal_conv1d_replay(*conv, input_rows, starts, lengths, slots)
+        x = causal_conv1d_replay(*conv, rows._replace(destinations=slots))
         q, k, v = net.heads(x)
         a, b = g.flatten(0, 1), beta.flatten(0, 1)
         made = delta_gates(a, b, net.A_log, net.dt_bias, doubled=net.doubled)
-        g, beta = (torch.unflatten(x, 0, (rows, tokens)) for x in made)
+        g, beta = (torch.unflatten(x, 0, (num_rows, tokens)) for x in made)
     dtype, device = compute_dtype(v.dtype), v.device
-    token = torch.arange(tokens, device=device)
-    firsts, lengths = starts.long() % chunk_size, lengths.long().masked_fill(input_rows < 0, 0)
+    token, input_rows, pages = torch.arange(tokens, device=device), rows.input_rows, page_table(rows)
+    firsts = rows.starts.long() % rows.chunk_size
+    lengths = rows.lengths.long().masked_fill(input_rows < 0, 0)
     row, new = (token < lengths[:, None]).nonzero(as_tuple=True)
     kept_keys = normalised(k.to(dtype))
-    pages = input_rows[:, None] if pages is None else pages
-    for inputs, step in ((k_inputs, kept_keys), (v_inputs, v), (g_inputs, g), (beta_inputs, beta)):
-        of_new, size = firsts[row] + new, inputs.shape[1]
-        page = pages[row, of_new // size] if inputs.dim() == 4 else input_rows[row]
-        inputs[page, of_new % size] = step[row, new].to(inputs.dtype)
+    for pool, step in zip(inputs, (kept_keys, v, g, beta), strict=False):
+        assert pool is not None
+        of_new, size = firsts[row] + new, pool.shape[1]
+        page = pages[row, of_new // size] if pool.dim() == 4 else input_rows[row]
+        pool[page, of_new % size] = step[row, new].to(pool.dtype)
 
     # A chunk's tokens after the new ones are zeros, which change no state and no output.
     ends = (firsts + lengths).masked_fill(input_rows < 0, 0)
-    chunk = torch.arange(int(ends.max()) if rows else 0, device=device)
+    chunk = torch.arange(int(ends.max()) if num_rows else 0, device=device)
     real = (chunk < ends[:, None])[..., None]
     own = input_rows.clamp(min=0)
     keys, values = (
-        inputs[pages.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
+        pool[pages.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
         .masked_fill(~real[..., None], 0)
-        for inputs in (k_inputs, v_inputs)
+        for pool in (inputs.k, inputs.v)
     )  # fmt: skip
     gates, strengths = (
-        inputs[own, : chunk.shape[0]].to(dtype).masked_fill(~real, 0) for inputs in (g_inputs, beta_inputs)
+        pool[own, : chunk.shape[0]].to(dtype).masked_fill(~real, 0) for pool in (inputs.g, inputs.beta)
     )
     heads_of_key = v.shape[2] // k.shape[2]
     keys = keys.repeat_interleave(heads_of_key, dim=2)
     queries = normalised(q.to(dtype)).repeat_interleave(heads_of_key, dim=2) * q.shape[-1] ** -0.5
     decays = gates.exp()[..., None, None]
 
-    state = read_states(states, sources).to(dtype)
+    state = read_states(states, rows.sources).to(dtype)
     o = torch.zeros(v.shape, dtype=dtype, device=device)
     for t in range(chunk.shape[0]):
         state = state_after(state, keys[:, t], values[:, t], decays[:, t], strengths[:, t])
         row, new = ((firsts[:, None] + token == t) & (token < lengths[:, None])).nonzero(as_tuple=True)
         o[row, new] = (state[row] * queries[row, new][..., None]).sum(-2)
-    if destinations is not None:
-        write_states(states, destinations, state)
+    if rows.destinations is not None:
+        write_states(states, rows.destinations, state)
     return o.to(v.dtype)
 
 
-def complete_delta_chunks(
-    states: Tensor, k_inputs: Tensor, v_inputs: Tensor, g_inputs: Tensor, beta_inputs: Tensor,
-    inverses: Tensor, input_rows: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int, *,
-    pages: Tensor | None = None,
-) -> None:  # fmt: skip
+def complete_delta_chunks(states: Tensor, inputs: DeltaInputs, rows: ReplayRows) -> None:
     """Write the states of all layers that `gated_delta_rule_replay` did not, for want of destinations."""
-    input_rows = input_rows.masked_fill(destinations < 0, -1)
-    starts, lengths = torch.zeros_like(input_rows), torch.full_like(input_rows, chunk_size)
-    for pool, k, v, g, beta in zip(states, k_inputs, v_inputs, g_inputs, beta_inputs, strict=True):
-        keys, values, gates, strengths = (
-            x.new_empty(len(input_rows), 0, *x.shape[2:]) for x in (k, v, g, beta)
-        )
-        gated_delta_rule_replay(
-            keys, keys, values, gates, strengths, pool, k, v, g, beta, None, None, input_rows, starts,
-            lengths, sources, destinations, chunk_size, pages=pages,
-        )  # fmt: skip
+    assert rows.destinations is not None
+    input_rows = rows.input_rows.masked_fill(rows.destinations < 0, -1)
+    starts, lengths = torch.zeros_like(input_rows), torch.full_like(input_rows, rows.chunk_size)
+    rows = rows._replace(input_rows=input_rows, starts=starts, lengths=lengths)
+    for pool, *of_layer in zip(states, inputs.k, inputs.v, inputs.g, inputs.beta, strict=True):
+        k, v, g, beta = (x.new_empty(len(input_rows), 0, *x.shape[2:]) for x in of_layer)
+        gated_delta_rule_replay(k, k, v, g, beta, pool, DeltaInputs(*of_layer), rows)
 
 
 def keep_delta_inputs(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, k_inputs: Tensor, v_inputs: Tensor,
-    g_inputs: Tensor, beta_inputs: Tensor, new_v_inputs: Tensor | None, inverses: Tensor | None,
-    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, *, pages: Tensor | None = None,
-) -> None:  # fmt: skip
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, new_v: Tensor | None, inputs: DeltaInputs, rows: TailRows
+) -> None:
     """Store the inputs of each prefill row's tail, the tokens after its last grid point."""
     keys = normalised(k.to(compute_dtype(v.dtype)))
-    pages = input_rows[:, None] if pages is None else pages
-    for row, input_row, first, end in zip(
-        pages, input_rows.tolist(), tail_starts.tolist(), query_start_loc[1:].tolist(), strict=True
-    ):
+    indices = (index.tolist() for index in (rows.input_rows, rows.starts, rows.query_start_loc[1:]))
+    for row, input_row, first, end in zip(page_table(rows), *indices, strict=True):
         if input_row >= 0 and end > first:
-            of_tail = places(k_inputs, row, 0, end - first)
-            for inputs, packed in ((k_inputs, keys), (v_inputs, v)):
-                inputs[of_tail] = packed[first:end].to(inputs.dtype)
-            for inputs, packed in ((g_inputs, g), (beta_inputs, beta)):
-                inputs[input_row, : end - first] = packed[first:end].to(inputs.dtype)
+            of_tail = places(inputs.k, row, 0, end - first)
+            for pool, packed in ((inputs.k, keys), (inputs.v, v)):
+                pool[of_tail] = packed[first:end].to(pool.dtype)
+            for pool, packed in ((inputs.g, g), (inputs.beta, beta)):
+                pool[input_row, : end - first] = packed[first:end].to(pool.dtype)

@@ -7,19 +7,19 @@ For packed rows or single tokens, h[t] = exp(dt A) h[t-1] + dt B x and y = C h +
 import torch
 from torch import Tensor
 
-from ..operands import compute_dtype
+from ..operands import SsdInputs, compute_dtype
+from ..step_rows import ReplayRows, ScanRows, TailRows, page_table
 from .torch_chunks import PaddedChunks, pass_states, places, read_states, rounded, write_states
 
 
 def ssd_chunk_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    sources: Tensor, destinations: Tensor, chunk_size: int, cu_chunk_seqlens: Tensor, seq_idx: Tensor,
-    row_chunk_starts: Tensor, chunk_destinations: Tensor, *, out: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor, rows: ScanRows,
+    *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The state space dual form of the recurrence, in chunks (Dao & Gu 2024, arXiv 2405.21060, section 6)."""
     dtype = compute_dtype(x.dtype)
     heads, groups = x.shape[1], B.shape[1]
-    chunks = PaddedChunks(x.shape[0], chunk_size, cu_chunk_seqlens, row_chunk_starts)
+    chunks, chunk_size = PaddedChunks(x.shape[0], rows), rows.chunk_size
 
     # From here [chunks, G, heads of a group, chunk_size (, chunk_size, P or N)]. Padding has dt = 0.
     grouped = (groups, heads // groups)
@@ -39,14 +39,14 @@ def ssd_chunk_scan(
     entering, leaving, final = pass_states(
         _next_states,
         (updates.flatten(1, 2), log_decay[..., -1].exp().flatten(1, 2)),
-        read_states(ssm_states, sources).to(dtype),
-        seq_idx[: chunks.num_chunks],
+        read_states(ssm_states, rows.sources).to(dtype),
+        rows.seq_idx[: chunks.num_chunks],
     )
     carried = queries[:, :, None] @ torch.unflatten(entering, 1, grouped).mT
     y = y + carried * log_decay.exp()[..., None]
 
-    write_states(ssm_states, chunk_destinations[: chunks.num_chunks], leaving)
-    write_states(ssm_states, destinations, final)
+    write_states(ssm_states, rows.chunk_destinations[: chunks.num_chunks], leaving)
+    write_states(ssm_states, rows.destinations, final)
     outputs = x.to(dtype) * D.to(dtype)[:, None]
     packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
     outputs[: packed.shape[0]] += packed
@@ -82,10 +82,8 @@ def selective_state_update(
 
 
 def ssd_replay(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor,
-    x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor, input_rows: Tensor, starts: Tensor,
-    lengths: Tensor, sources: Tensor, destinations: Tensor, chunk_size: int,
-    *, out: Tensor | None = None, pages: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_states: Tensor, inputs: SsdInputs,
+    rows: ReplayRows, *, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`ssd_chunk_scan` of each row's next tokens, from the state and the inputs since its last grid point.
 
@@ -96,25 +94,26 @@ def ssd_replay(
     dtype = compute_dtype(x.dtype)
     heads_a_group = x.shape[2] // B.shape[2]
     y = torch.zeros_like(x, dtype=dtype)
-    pages = input_rows[:, None] if pages is None else pages
-    indices = (index.tolist() for index in (input_rows, starts, lengths, sources, destinations))
+    pages = page_table(rows)
+    assert rows.destinations is not None
+    indices = (index.tolist() for index in (*rows[:4], rows.destinations))
     for row, (input_row, start, length, source, destination) in enumerate(zip(*indices, strict=True)):
         if input_row < 0:
             continue
-        offset = start % chunk_size
+        offset = start % rows.chunk_size
         end, new = offset + length, slice(offset, offset + length)
-        of_new = places(x_inputs, pages[row], offset, end)
-        x_inputs[of_new] = x[row, :length]
-        B_inputs[of_new] = B[row, :length]
-        before = dt_inputs[input_row, 1, :, offset - 1 : offset].to(dtype)
+        of_new = places(inputs.x, pages[row], offset, end)
+        inputs.x[of_new] = x[row, :length]
+        inputs.B[of_new] = B[row, :length]
+        before = inputs.dt[input_row, 1, :, offset - 1 : offset].to(dtype)
         steps = dt[row, :length].to(dtype).T
         sums = torch.cat([before, steps * A.to(dtype)[:, None]], dim=1).cumsum(1)[:, before.shape[1] :]
-        dt_inputs[input_row, :, :, new] = torch.stack([steps, sums])
+        inputs.dt[input_row, :, :, new] = torch.stack([steps, sums])
 
-        steps, sums = dt_inputs[input_row, :, :, :end].to(dtype)
-        of_chunk = places(x_inputs, pages[row], 0, end)
-        scaled = x_inputs[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
-        keys = B_inputs[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
+        steps, sums = inputs.dt[input_row, :, :, :end].to(dtype)
+        of_chunk = places(inputs.x, pages[row], 0, end)
+        scaled = inputs.x[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
+        keys = inputs.B[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         queries = C[row, :length].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         state = torch.zeros_like(ssm_states[0], dtype=dtype) if source < 0 else ssm_states[source].to(dtype)
 
@@ -130,20 +129,17 @@ def ssd_replay(
 
 
 def keep_ssd_inputs(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, x_inputs: Tensor, B_inputs: Tensor, dt_inputs: Tensor,
-    input_rows: Tensor, tail_starts: Tensor, query_start_loc: Tensor, chunk_size: int,
-    *, pages: Tensor | None = None,
-) -> None:  # fmt: skip
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, inputs: SsdInputs, rows: TailRows, chunk_size: int
+) -> None:
     """Store the inputs of each prefill row's tail, the tokens after its last grid point, for `ssd_replay`."""
     dtype = compute_dtype(x.dtype)
-    indices = (index.tolist() for index in (input_rows, tail_starts, query_start_loc[1:]))
-    pages = input_rows[:, None] if pages is None else pages
-    for row, input_row, start, end in zip(pages, *indices, strict=True):
+    indices = (index.tolist() for index in (rows.input_rows, rows.starts, rows.query_start_loc[1:]))
+    for row, input_row, start, end in zip(page_table(rows), *indices, strict=True):
         if input_row < 0 or start >= end:
             continue
         count = end - start
-        of_tail = places(x_inputs, row, 0, count)
-        x_inputs[of_tail] = x[start:end]
-        B_inputs[of_tail] = B[start:end]
+        of_tail = places(inputs.x, row, 0, count)
+        inputs.x[of_tail] = x[start:end]
+        inputs.B[of_tail] = B[start:end]
         steps = dt[start:end].to(dtype).T
-        dt_inputs[input_row, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])
+        inputs.dt[input_row, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])

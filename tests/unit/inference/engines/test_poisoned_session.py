@@ -70,8 +70,8 @@ def weighs_the_row_behind(attend: Function) -> Function:
 
 def reads_the_slot_beyond(update: Function) -> Function:
     def planted(x: Tensor, *others: Any, **options: Any) -> Tensor:
-        states = others[-1]
-        beyond = states[(options["sources"].clamp(min=0).amax() + 1) % len(states)]
+        states, sources, _ = others[-3:]
+        beyond = states[(sources.clamp(min=0).amax() + 1) % len(states)]
         return update(x, *others, **options).add_(0.0 * beyond.sum().to(x.dtype))
 
     return planted

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import attention, attention_segments
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.operands import AttentionRows
+from mambaslots.inference.kernels.step_rows import AttentionRows
 from mambaslots.inference.kernels.write_kv import write_kv
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.fresh_process import run_code

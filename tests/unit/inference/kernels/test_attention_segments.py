@@ -19,7 +19,7 @@ from mambaslots.inference.kernels.attention_segments import (
     combine_segments,
     segment_rows,
 )
-from mambaslots.inference.kernels.operands import AttentionRows
+from mambaslots.inference.kernels.step_rows import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.budget import profile
 from oracle.segment_attention import PlainAttention

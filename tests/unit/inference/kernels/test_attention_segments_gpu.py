@@ -4,7 +4,7 @@ import pytest
 import torch
 from mambaslots.inference.kernels import attention, attention_segments
 from mambaslots.inference.kernels.attention_segments import Segments
-from mambaslots.inference.kernels.operands import AttentionRows
+from mambaslots.inference.kernels.step_rows import AttentionRows
 from oracle.attention_batch import AttentionBatch, Padding
 from oracle.synchronisation import no_synchronisation
 from torch import Tensor

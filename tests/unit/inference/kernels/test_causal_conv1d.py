@@ -13,6 +13,7 @@ import pytest
 import torch
 from mambaslots.inference.kernels import conv as fused
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.step_rows import ConvRows
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations
 from oracle.synchronisation import no_synchronisation
 from oracle.traffic import traffic_of
@@ -74,11 +75,13 @@ class Case:
         with poisoned_allocations() if kernels is fused else nullcontext():
             out = kernels.causal_conv1d_prefill(
                 widened(x, device), self.weight.to(device), on(device, self.bias), pool,
-                tensor([row.source for row in self.rows] + [-1] * padding),
-                tensor([row.destination for row in self.rows] + [-1] * padding),
-                tensor(starts + [total] * padding),
-                tensor(owners + [-1] * padding),
-                *(tensor([entry[part] for entry in taken]) for part in range(3)),
+                ConvRows(
+                    tensor([row.source for row in self.rows] + [-1] * padding),
+                    tensor([row.destination for row in self.rows] + [-1] * padding),
+                    tensor(starts + [total] * padding),
+                    tensor(owners + [-1] * padding),
+                    *(tensor([entry[part] for entry in taken]) for part in range(3)),
+                ),
                 activation=self.activation,
             )  # fmt: skip
         return self.checked(out[:total]), pool.cpu()
@@ -525,9 +528,11 @@ def test_offsets_beyond_two_to_the_31(device: str, needs_gpu_memory: Callable[[f
     index = torch.tensor
     out = fused.causal_conv1d_prefill(
         made.x.to(device), made.weight.to(device), made.bias.to(device), pool,
-        index([1, -1], device=device), index([0, 3], device=device), start,
-        index([0] * 5 + [1] * 3, device=device),
-        index([0], device=device), index([2], device=device), index([2], device=device),
+        ConvRows(
+            index([1, -1], device=device), index([0, 3], device=device), start,
+            index([0] * 5 + [1] * 3, device=device),
+            index([0], device=device), index([2], device=device), index([2], device=device),
+        ),
     )  # fmt: skip
     expected_out, expected_pool = made.expected()
     torch.testing.assert_close(out.cpu().double(), expected_out, rtol=ROUNDING[out.dtype], atol=2e-6)
@@ -564,20 +569,20 @@ def test_replays_in_a_graph_without_synchronising(device: str) -> None:
         "checkpoint_rows": [0, 0, -1], "checkpoint_ends": [2, 5, 0], "checkpoint_destinations": [2, 3, -1],
     }  # fmt: skip
     padding = {name: 0 if name in ("query_start_loc", "checkpoint_ends") else -1 for name in lists}
-    static = {name: torch.full((len(lists[name]),), padding[name], **generator) for name in lists}
-    real = {name: torch.tensor(values, **generator) for name, values in lists.items()}
+    static = ConvRows(**{name: torch.full((len(lists[name]),), padding[name], **generator) for name in lists})
+    real = ConvRows(**{name: torch.tensor(values, **generator) for name, values in lists.items()})
     x = torch.cat([made.x, made.x.new_full((5, made.x.shape[1]), float("nan"))]).to(device)
     weight, bias, pool = made.weight.to(device), made.bias.to(device), made.pool.to(device)
     other_pool = pool.clone()
-    fused.causal_conv1d_prefill(x, weight, bias, pool, **static)
+    fused.causal_conv1d_prefill(x, weight, bias, pool, static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fused.causal_conv1d_prefill(x, weight, bias, pool, **static)
+        out = fused.causal_conv1d_prefill(x, weight, bias, pool, static)
     with no_synchronisation():
-        for name, values in real.items():
-            static[name].copy_(values)
+        for index, values in zip(static, real, strict=True):
+            index.copy_(values)
         graph.replay()
-        fused.causal_conv1d_prefill(x, weight, bias, other_pool, **static)
+        fused.causal_conv1d_prefill(x, weight, bias, other_pool, static)
     expected_out, expected_pool = made.expected()
     torch.testing.assert_close(out[:11].cpu().double(), expected_out, rtol=ROUNDING[out.dtype], atol=2e-6)
     for written in (pool, other_pool):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import conv, conv_replay
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.step_rows import ConvRows, ReplayRows
 from oracle.budget import costly
 from oracle.replays import Move, Request, decode_steps
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
@@ -33,6 +34,11 @@ def device(request):
 @pytest.fixture(params=["triton", "reference"])
 def kernels(request):
     return Kernels() if request.param == "triton" else KernelSet
+
+
+def replay_rows(input_rows: Tensor, starts: Tensor, lengths: Tensor, destinations: Tensor) -> ReplayRows:
+    """A convolution reads no state at a grid point."""
+    return ReplayRows(input_rows, starts, lengths, torch.full_like(input_rows, -1), destinations, 1)
 
 
 class Kernels(ModuleType):
@@ -97,9 +103,11 @@ class Walk:
         )
         out = self.kernels.causal_conv1d_prefill(
             x.to(self.device), *self.layer.parameters(self.device), windows,
-            self.index([-1]), self.index([-1]), self.index([0, LONGEST], torch.int32),
-            self.index([0] * LONGEST), self.index([0] * count), self.index(self.points),
-            self.index(list(range(count))), activation=self.layer.activation,
+            ConvRows(
+                self.index([-1]), self.index([-1]), self.index([0, LONGEST], torch.int32),
+                self.index([0] * LONGEST), self.index([0] * count), self.index(self.points),
+                self.index(list(range(count))),
+            ), activation=self.layer.activation,
         )  # fmt: skip
         return out.cpu(), windows.cpu()
 
@@ -154,9 +162,10 @@ class Walk:
         with poisoned_allocations():
             out = self.kernels.causal_conv1d_replay(
                 wide.to(self.device)[..., 4:-4], *layer.parameters(self.device), pool_there, rings,
-                self.index(slots), self.index([move.start for move in moves], torch.int32),
-                self.index([move.length for move in moves], torch.int32), self.index(destinations),
-                activation=layer.activation,
+                replay_rows(
+                    self.index(slots), self.index([move.start for move in moves], torch.int32),
+                    self.index([move.length for move in moves], torch.int32), self.index(destinations),
+                ), activation=layer.activation,
             ).cpu()  # fmt: skip
         assert out.dtype == layer.dtype
         for row, move in enumerate(moves):
@@ -227,8 +236,8 @@ def test_the_sum_in_float64(device, kernels):
     index = {"dtype": torch.int64, "device": device}
     out = kernels.causal_conv1d_replay(
         x[start : start + tokens][None].to(device), *layer.parameters(device),
-        torch.zeros(1, layer.conv_dim, 3, device=device), rings.to(device), torch.tensor([1], **index),
-        torch.tensor([start], **index), torch.tensor([tokens], **index), torch.tensor([-1], **index),
+        torch.zeros(1, layer.conv_dim, 3, device=device), rings.to(device),
+        replay_rows(*(torch.tensor([number], **index) for number in (1, start, tokens, -1))),
     )  # fmt: skip
     for token in range(tokens):
         y = layer.bias.double()
@@ -245,8 +254,11 @@ def test_moves_no_byte_too_many(taps):
     x = layer.normal(4, 2, layer.conv_dim, seed=5)
     with traffic_of(rings) as of_rings, traffic_of(pool) as of_pool:
         conv_replay.causal_conv1d_replay(
-            x, layer.weight, layer.bias, pool, rings, torch.tensor([0, 3, -1, 1]),
-            torch.tensor([9, 15, 0, 0]), torch.tensor([2, 1, 0, 1]), torch.tensor([-1, 2, -1, -1]),
+            x, layer.weight, layer.bias, pool, rings,
+            replay_rows(
+                torch.tensor([0, 3, -1, 1]), torch.tensor([9, 15, 0, 0]), torch.tensor([2, 1, 0, 1]),
+                torch.tensor([-1, 2, -1, -1]),
+            ),
         )  # fmt: skip
     token = layer.conv_dim * 4
     assert of_rings.loaded == 2 * (taps - 1) * token  # positions before 0 are not read
@@ -260,7 +272,9 @@ def test_rings_in_pieces_are_refused():
     indices = [torch.zeros(1, dtype=torch.int64)] * 4
     arguments = torch.zeros(1, 3, layer.conv_dim), layer.weight, None, torch.zeros(1, layer.conv_dim, 3)
     with pytest.raises(ValueError, match="accepted: contiguous slots of any stride"):
-        conv_replay.causal_conv1d_replay(*arguments, torch.zeros(2, layer.conv_dim, 6).mT, *indices)
+        conv_replay.causal_conv1d_replay(
+            *arguments, torch.zeros(2, layer.conv_dim, 6).mT, replay_rows(*indices)
+        )
 
 
 @pytest.mark.gpu
@@ -297,7 +311,7 @@ def test_bits_from_a_graph_without_synchronising():
 
     def launch(rings: Tensor, pool: Tensor, at: list[Tensor]) -> Tensor:
         conv_replay.keep_conv_inputs(packed, pool, rings, at[0], at[1], at[3], cuts)
-        return conv_replay.causal_conv1d_replay(x, *parameters, pool, rings, *at)
+        return conv_replay.causal_conv1d_replay(x, *parameters, pool, rings, replay_rows(*at))
 
     parameters = layer.parameters(device)
     expected_rings, expected_pool = rings.clone(), pool.clone()

@@ -17,6 +17,7 @@ from mambaslots.inference.kernels.delta import (
     gated_delta_rule_update,
 )
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.step_rows import ScanRows
 from oracle.budget import example_or_dear
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import printed_by
@@ -235,9 +236,12 @@ class TestStages:
         with poisoned_allocations():
             found_entering, found_values = delta_state_passing(
                 keys.to(device), read_keys.to(device), written.to(device), decays.to(device), moved[:, 1],
-                index([source for source, _ in places] + [-1]), index([into for _, into in places] + [-1]),
-                chunk, index(cuts, torch.int32), index([*starts, 5], torch.int32),
-                index([stored.get(c, -1) for c in range(chunks)]),
+                ScanRows(
+                    index([source for source, _ in places] + [-1]),
+                    index([into for _, into in places] + [-1]), chunk, index(cuts, torch.int32),
+                    index([0] * chunks, torch.int32), index([*starts, 5], torch.int32),
+                    index([stored.get(c, -1) for c in range(chunks)]),
+                ),
             )  # fmt: skip
         tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
         assert error(found_entering[:5], entering) <= tolerance
@@ -398,10 +402,11 @@ class TestCost:
             Batch(layer, [Row(2, 0, 10, -1, 5), Row(3, 8, 20, 6, 6), Row(4, 8, 0, 7, 0)], 16, (0, 5, 34)),
         ]
         arguments = plans[0].arguments(device)
+        rows = arguments.pop("rows")
         pool = layer.pool(8, torch.float32).to(device)
 
         def launch() -> Tensor:
-            return gated_delta_rule_scan(states=pool, **arguments)
+            return gated_delta_rule_scan(states=pool, rows=rows, **arguments)
 
         launch()  # tunes and compiles
         torch.cuda.synchronize()
@@ -411,9 +416,12 @@ class TestCost:
         with torch.cuda.graph(graph):
             o = launch()
         for plan in plans:
-            for name, tensor in plan.arguments(device).items():
-                if isinstance(tensor, Tensor):
-                    arguments[name].copy_(tensor)
+            given = plan.arguments(device)
+            for index, values in zip(rows, given.pop("rows"), strict=True):
+                if isinstance(index, Tensor):
+                    index.copy_(values)
+            for name, tensor in given.items():
+                arguments[name].copy_(tensor)
             before = layer.pool(8, torch.float32, seed=9)
             pool.copy_(before)
             graph.replay()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.step_rows import ConvRows, ScanRows
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, randn, relative_error, same_bits
 from torch import Tensor
 
@@ -48,20 +49,21 @@ def test_results_go_where_they_are_asked_for(device, kernels, monkeypatch):
     pool, windows = torch.zeros(3, 2, 16, 16, device=device), torch.zeros(3, 32, 3, device=device)
     weight = randn(32, 4, seed=2).float().to(device)
     starts = torch.arange(4, dtype=torch.int32, device=device)
-    state_args = x[:, 0, :, 0], -one, x[:, 0], x[:, 0], one, pool, index, nowhere[:, 0], 16, starts
-    checkpoints = index[:0], index[:0], index[:0]
+    state_args = x[:, 0, :, 0], -one, x[:, 0], x[:, 0], one, pool
+    scan_rows = ScanRows(index, nowhere[:, 0], 16, starts, starts[:3], starts, nowhere[:, 0])
+    conv_rows = ConvRows(index, nowhere[:, 0], starts, index, index[:0], index[:0], index[:0])
     calls = (
         (x, lambda out: kernels.selective_state_update(
             x, x[..., 0], -one, x, x, one, pool, index, nowhere, out=out
         )),
         (x[:, 0], lambda out: kernels.ssd_chunk_scan(
-            x[:, 0], *state_args, starts[:3], starts, nowhere[:, 0], out=out
+            x[:, 0], *state_args, scan_rows, out=out
         )),
         (x.flatten(2), lambda out: kernels.causal_conv1d_update(
             x.flatten(2), weight, None, windows, index, nowhere, out=out
         )),
         (x.flatten(1), lambda out: kernels.causal_conv1d_prefill(
-            x.flatten(1), weight, None, windows, index, nowhere[:, 0], starts, index, *checkpoints, out=out
+            x.flatten(1), weight, None, windows, conv_rows, out=out
         )),
     )  # fmt: skip
     for like, call in calls:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.step_rows import ConvRows, ScanRows
 from mambaslots.models.hybrid_config import HybridConfig
 from mambaslots.models.mixers import rotary_angles
 from oracle.steps import prefill_chunks
@@ -44,13 +45,15 @@ class TestCausalConv:
             self.weight.to(dtype),
             self.bias.to(dtype),
             pool,
-            index(*sources),
-            index(*destinations),
-            index(*starts),
-            prefill_chunks([0] * len(rows), [len(row) for row in rows], 8).token_rows,
-            index(*cp_rows),
-            index(*(starts[row] + tokens for row, tokens in zip(cp_rows, cp_tokens, strict=True))),
-            index(*cp_destinations),
+            ConvRows(
+                index(*sources),
+                index(*destinations),
+                index(*starts),
+                prefill_chunks([0] * len(rows), [len(row) for row in rows], 8).token_rows,
+                index(*cp_rows),
+                index(*(starts[row] + tokens for row, tokens in zip(cp_rows, cp_tokens, strict=True))),
+                index(*cp_destinations),
+            ),
         )
 
     def naive(self, window: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,8 +156,11 @@ class SSD:
 
         return KernelSet.ssd_chunk_scan(
             pick(self.x), pick(self.dt), self.A, pick(self.B), pick(self.Cs), self.D,
-            pool, index(*sources), index(*destinations), self.C,
-            chunks.cu_chunk_seqlens, chunks.seq_idx, chunks.row_chunk_starts, chunks.destinations,
+            pool,
+            ScanRows(
+                index(*sources), index(*destinations), self.C, chunks.cu_chunk_seqlens, chunks.seq_idx,
+                chunks.row_chunk_starts, chunks.destinations,
+            ),
         )  # fmt: skip
 
     def recurrence(self, state: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:

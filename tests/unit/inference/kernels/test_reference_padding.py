@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.step_rows import ConvRows, ScanRows
 from oracle.steps import prefill_chunks
 from torch import Tensor
 
@@ -154,17 +155,18 @@ class Prefill:
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         conv = KernelSet.causal_conv1d_prefill(
-            self.raw, self.weight, self.bias, self.windows, self.sources, self.destinations,
-            self.query_start_loc, self.token_rows, self.cp_rows, self.cp_ends, self.cp_destinations,
+            self.raw, self.weight, self.bias, self.windows,
+            ConvRows(
+                self.sources, self.destinations, self.query_start_loc, self.token_rows,
+                self.cp_rows, self.cp_ends, self.cp_destinations,
+            ),
         )  # fmt: skip
-        y = KernelSet.ssd_chunk_scan(
-            self.x, self.dt, self.A, self.B, self.C, self.D, self.states, self.sources, self.destinations,
-            CHUNK, self.cu, self.seq_idx, self.row_starts, self.chunk_destinations,
+        rows = ScanRows(
+            self.sources, self.destinations, CHUNK, self.cu, self.seq_idx, self.row_starts,
+            self.chunk_destinations,
         )  # fmt: skip
-        o = KernelSet.gated_delta_rule_scan(
-            *self.rule, self.delta_states, self.sources, self.destinations,
-            CHUNK, self.cu, self.seq_idx, self.row_starts, self.chunk_destinations,
-        )  # fmt: skip
+        y = KernelSet.ssd_chunk_scan(self.x, self.dt, self.A, self.B, self.C, self.D, self.states, rows)
+        o = KernelSet.gated_delta_rule_scan(*self.rule, self.delta_states, rows)
         return conv, y, o
 
 

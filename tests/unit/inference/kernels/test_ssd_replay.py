@@ -9,8 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import ssd_replay as module
 from mambaslots.inference.kernels.kernel_set import KernelSet
+from mambaslots.inference.kernels.operands import SsdInputs
 from mambaslots.inference.kernels.ssd import ssd_chunk_scan
 from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, keep_ssd_inputs, ssd_replay
+from mambaslots.inference.kernels.step_rows import ReplayRows, TailRows
 from oracle.budget import example_or_dear
 from oracle.paged_inputs import paged
 from oracle.scan_rows import Row
@@ -76,7 +78,7 @@ class Replay:
 
     @property
     def inputs(self):
-        return self.x_inputs, self.B_inputs, self.dt_inputs
+        return SsdInputs(self.x_inputs, self.B_inputs, self.dt_inputs)
 
     def tokens_of(self, row, longest):
         new = [part[row.start : row.start + row.length].clone() for part in drawn(self.layer, row.seed)]
@@ -105,9 +107,12 @@ class Replay:
         with poisoned_allocations():
             y = run(
                 x, dt.to(self.device), layer.A.to(self.device), B, C, layer.D.to(self.device), self.states,
-                *self.inputs, indices("slot", torch.int64), indices("start", torch.int32),
-                indices("length", torch.int32), indices("source", torch.int64),
-                indices("destination", torch.int64), self.chunk_size,
+                self.inputs,
+                ReplayRows(
+                    indices("slot", torch.int64), indices("start", torch.int32),
+                    indices("length", torch.int32), indices("source", torch.int64),
+                    indices("destination", torch.int64), self.chunk_size,
+                ),
             ).cpu()  # fmt: skip
         assert y.dtype == layer.dtype
         return [found[: row.length] for found, row in zip(y, rows, strict=True)]
@@ -133,9 +138,11 @@ class Replay:
             for first, row in zip(ends, rows, strict=False)
         ]
         run(
-            x, dt.to(self.device), layer.A.to(self.device), B, *self.inputs,
-            torch.tensor([row.slot for row in rows], device=self.device),
-            torch.tensor(tails, device=self.device), ends.to(self.device, torch.int32), self.chunk_size,
+            x, dt.to(self.device), layer.A.to(self.device), B, self.inputs,
+            TailRows(
+                torch.tensor([row.slot for row in rows], device=self.device),
+                torch.tensor(tails, device=self.device), ends.to(self.device, torch.int32),
+            ), self.chunk_size,
         )  # fmt: skip
 
 
@@ -306,7 +313,7 @@ class TestBits:
         ]
 
         def launch(states, kept):
-            return ssd_replay(x, dt, A, B, C, D, states, *kept, *indices, 64)
+            return ssd_replay(x, dt, A, B, C, D, states, SsdInputs(*kept), ReplayRows(*indices, 64))
 
         def follow(plan):
             for index, values in zip(indices, plan, strict=True):

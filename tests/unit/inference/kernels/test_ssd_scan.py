@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mambaslots.inference.kernels import ssd as module
 from mambaslots.inference.kernels.kernel_set import KernelSet
 from mambaslots.inference.kernels.ssd import ssd_chunk_scan
+from mambaslots.inference.kernels.step_rows import ScanRows
 from oracle.budget import example_or_dear
 from oracle.scan_rows import Row, drawn_rows, poisoned_pool, rows_of
 from oracle.ssd import (
@@ -163,9 +164,12 @@ class TestBits:
             slots = torch.tensor([[source], [destination]], device="cuda")
             cuts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * chunk
             return ssd_chunk_scan(
-                x[part], dt[part], A, B[part], C[part], D, pool, *slots,
-                chunk, cuts, torch.zeros_like(cuts[1:]), torch.tensor([0, count], dtype=torch.int32).cuda(),
-                torch.full((count,), -1, device="cuda"),
+                x[part], dt[part], A, B[part], C[part], D, pool,
+                ScanRows(
+                    *slots, chunk, cuts, torch.zeros_like(cuts[1:]),
+                    torch.tensor([0, count], dtype=torch.int32).cuda(),
+                    torch.full((count,), -1, device="cuda"),
+                ),
             )  # fmt: skip
 
         assert x.numel() > 2**31 < chunks * H * P * N
@@ -219,20 +223,15 @@ class TestCost:
             Batch(layer, [Row(0, 0, 40, -1, 1), Row(1, 16, 24, 2, 3, {32: 4})], 16, (1, 3, 0)),
             Batch(layer, [Row(2, 0, 10, -1, 5), Row(3, 8, 20, 6, 6), Row(4, 8, 0, 7, 0)], 16, (0, 5, 34)),
         ]
-        names = (
-            *("x", "dt", "B", "C", "sources", "destinations", "cuts", "seq_idx"),
-            *("row_chunk_starts", "chunk_destinations"),
-        )
-        buffers = {name: getattr(plans[0], name).to(device, copy=True) for name in names}
+        x, dt, B, C = buffers = [
+            getattr(plans[0], name).to(device, copy=True) for name in ("x", "dt", "B", "C")
+        ]
+        rows = plans[0].scan_rows(device)
         A, D = layer.A.to(device), layer.D.to(device)
         pool = layer.pool(8).to(device)
 
         def launch():
-            b = buffers
-            return ssd_chunk_scan(
-                b["x"], b["dt"], A, b["B"], b["C"], D, pool, b["sources"], b["destinations"], 16,
-                b["cuts"], b["seq_idx"], b["row_chunk_starts"], b["chunk_destinations"],
-            )  # fmt: skip
+            return ssd_chunk_scan(x, dt, A, B, C, D, pool, rows)
 
         launch()  # tunes and compiles
         torch.cuda.synchronize()
@@ -242,8 +241,11 @@ class TestCost:
         with torch.cuda.graph(graph):
             y = launch()
         for plan in plans:
-            for name in names:
-                buffers[name].copy_(getattr(plan, name))
+            for buffer, values in zip(buffers, (plan.x, plan.dt, plan.B, plan.C), strict=True):
+                buffer.copy_(values)
+            for index, values in zip(rows, plan.scan_rows(device), strict=True):
+                if isinstance(index, torch.Tensor):
+                    index.copy_(values)
             before = layer.pool(8, seed=9)
             pool.copy_(before)
             graph.replay()

@@ -51,8 +51,7 @@ def run(
     with poisoned_allocations():
         entering = ssd_states(
             batch.x.to(device), batch.B.to(device), dt.to(device), log_decays.to(device), after,
-            batch.sources.to(device), batch.destinations.to(device), batch.cuts.to(device),
-            batch.row_chunk_starts.to(device), batch.chunk_destinations.to(device), operands,
+            batch.scan_rows(device), operands,
         )  # fmt: skip
     return entering.cpu(), after.cpu()
 
@@ -168,10 +167,7 @@ def test_the_pool_is_accessed_once_a_source_and_a_destination():
     batch, pool = Batch(layer, rows, 16, (2, 2, 2)), poisoned_pool(layer, rows, 8)
     dt, log_decays = decays(batch)
     with traffic_of(pool) as traffic:
-        ssd_states(
-            batch.x, batch.B, dt, log_decays, pool, batch.sources, batch.destinations, batch.cuts,
-            batch.row_chunk_starts, batch.chunk_destinations,
-        )  # fmt: skip
+        ssd_states(batch.x, batch.B, dt, log_decays, pool, batch.scan_rows("cpu"))
     state = pool[0].numel() * pool.element_size()
     assert traffic.loaded == 3 * state
     assert traffic.stored == 5 * state
