@@ -100,7 +100,7 @@ def load_text(folder_or_name: str | Path) -> LoadedText:
     generation = GenerationDefaults.read(folder, config)
     if config.get("model_type") == MODEL_TYPE:
         return LoadedText(_byte_text(folder), generation, folder)
-    from .hf.text import load_text as folder_text
+    from .hf.tokenizer import load_text as folder_text
 
     return LoadedText(folder_text(folder), generation, folder)
 

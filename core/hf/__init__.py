@@ -1,11 +1,14 @@
 """Models of transformers, served: `mambaslots.hf.load(folder_or_name)`. Needs the extra `mambaslots[hf]`.
 
-load, text                           a model's config and tokenizer
+A model's modules stay those of transformers; their forwards are replaced by ones over a step's sequences.
+
+load, tokenizer                      a model's folder: config and weights; tokenizer and chat template
 weight_files, weight_sources         its tensors, and the modules to which they go
 architectures, served_model          which architectures are served, and such a model as an engine calls it
 current_step, mixer_forwards         a step's sequences while the model runs; mixers that read cached states
 interfaces                           the attention and experts that transformers calls
-fusions, fused_modules, joint_linear modules replaced by ones with fewer launches
+layer_forwards, fused_modules        layers, norms, attention and MLPs in fewer launches
+joint_linear                         linear modules of one input, multiplied as one
 moved_hooks                          private parts of transformers that another version lacks
 split                                a rank's part of each weight
 """

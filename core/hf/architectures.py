@@ -27,8 +27,14 @@ from ..state_spec import (
     short_conv_states,
 )
 from .current_step import CurrentStep
-from .fusions import NamedBranches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
+from .layer_forwards import (
+    NamedBranches,
+    falcon_h1_branches,
+    granite_branches,
+    nemotron_h_branches,
+    two_branches,
+)
 from .mixer_forwards import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
 

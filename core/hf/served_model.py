@@ -12,10 +12,9 @@ from ..state_spec import HybridStateSpec
 from . import architectures
 from .current_step import CurrentStep
 from .fused_modules import AttentionForward
-from .fusions import install as install_fused
-from .fusions import modules_of
 from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
 from .joint_linear import join_weights
+from .layer_forwards import modules_of, replace_forwards
 from .moved_hooks import names_moved_hooks
 from .split import ModelSplit
 
@@ -58,7 +57,7 @@ class ServedModel:
         self._step = CurrentStep(self.groups)
         register_with_transformers()
         self._replace_mixers_and_attention()
-        self._stack = install_fused(self.model, self.config, self._architecture, self._step)
+        self._stack = replace_forwards(self.model, self.config, self._architecture, self._step)
         if getattr(self.config, "num_experts_per_tok", None):
             model.set_experts_implementation(EXPERTS_NAME)
         join_weights(self.model)

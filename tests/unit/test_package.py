@@ -128,7 +128,7 @@ def test_a_package_imports_only_what_its_row_names() -> None:
         ("validation", "inference.contexts.cache.paths"),
         ("inference.contexts.cache.tier", "params_and_results"),
         ("config", "loaded_model"),
-        ("hf.text", "serve.answer_text"),
+        ("hf.tokenizer", "serve.answer_text"),
         ("net.transfer.exports", "net.routing.state_events"),
         ("net.transfer.exports", "monitor.__init__"),
         ("net.routing.state_router", "inference.engines.step_runner"),

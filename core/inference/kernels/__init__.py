@@ -1,11 +1,12 @@
 """Kernels that move and compute states. Each takes pools and indices and decides nothing.
 
 A function exists twice with one signature: in Triton for a GPU, in a module of this folder, and in plain
-torch for a CPU and as the oracle, in `reference/`. A model calls both by the methods of a `KernelSet`, which
-`kernel_set(device, dtype)` chooses; engines and contexts choose by the device. An index of -1 is padding:
-nothing is read, nothing is written.
+torch for a CPU and as the oracle, in `reference/`. A model calls both by the methods of a `KernelSet`, whose
+docstring has all arguments; `kernel_set(device, dtype)` chooses it. Engines and contexts choose by the device.
+A function writes what its indices name, and nothing else; an index of -1 is padding: nothing is read or
+written.
 
-operands                                     what callers hand over: pools of states, rows, draws
+step_rows, operands                          what callers hand over: rows of a step; pools, weights, draws
 torch_kernels, gpu_kernels, kernel_set       the functions that a model calls, twice, and the choice
 conv, ssd, ssd_stages, delta                 prefill and decode of convolutions, Mamba-2, gated delta nets
 conv_replay, ssd_replay, delta_replay,       decodes with the rounding of a prefill

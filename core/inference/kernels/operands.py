@@ -82,38 +82,26 @@ class RawTokens(NamedTuple):
 
 
 class SsdInputs(NamedTuple):
-    """Pools of what a Mamba-2 layer's tokens since the last grid point put in.
+    """Pools of what a Mamba-2 layer's tokens since the last grid point put in."""
 
-    Attributes:
-        x, B: [pages, tokens, H, P] and [pages, tokens, G, N].
-        dt: [requests, 2, H, chunk_size] in the compute dtype: dt, and sums of dt * A from the grid point.
-            Numbers from start + length on have no effect, NaN included.
-    """
-
-    x: Tensor
-    B: Tensor
-    dt: Tensor
+    x: Tensor  # [pages, tokens, H, P]
+    B: Tensor  # [pages, tokens, G, N]
+    dt: Tensor  # [requests, 2, H, chunk_size]: dt, and sums of dt * A from the grid point, in `compute_dtype`
 
 
 class DeltaInputs(NamedTuple):
     """Pools of what a gated delta net's tokens since the last grid point put in.
 
-    Attributes:
-        k, v: [pages, tokens, ...] of normalised k, and of v.
-        g, beta: [requests, chunk_size, Hv].
-        new_v: [pages, tokens, Hv, Dv] what each token adds to the value of its key. This and `inverses` are
-            for 16-bit tokens on a GPU, else None.
-        inverses: [requests, Hv, (chunk_size + 16) // 2, chunk_size] float32, the inverses of the chunks'
-            triangular systems in blocks of 16 x 16 on and below the diagonal; of a larger row, the first
-            numbers, without gaps between heads.
+    The last two are for 16-bit tokens on a GPU. An inverse is that of a chunk's triangular system, in blocks
+    of 16 x 16 on and below the diagonal; of a larger row, the first numbers, without gaps between heads.
     """
 
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    new_v: Tensor | None = None
-    inverses: Tensor | None = None
+    k: Tensor  # [pages, tokens, Hk, Dk] normalised
+    v: Tensor  # [pages, tokens, Hv, Dv]
+    g: Tensor  # [requests, chunk_size, Hv]
+    beta: Tensor  # [requests, chunk_size, Hv]
+    new_v: Tensor | None = None  # [pages, tokens, Hv, Dv] what each token adds to the value of its key
+    inverses: Tensor | None = None  # [requests, Hv, (chunk_size + 16) // 2, chunk_size] float32
 
 
 def check_slots(**pools: Tensor) -> None:

@@ -55,85 +55,56 @@ class AttentionRows(NamedTuple):
 
 
 class ConvRows(NamedTuple):
-    """Packed rows that a convolution reads.
+    """Packed rows of a convolution. -1 as a source: zeros; as a destination: nowhere."""
 
-    Attributes:
-        sources, destinations: [rows] slots of the windows before and after each row, -1: zeros, nowhere.
-        query_start_loc: [rows + 1] where each row's tokens start; trailing total.
-        token_rows: [tokens] the row of each token.
-        checkpoint_rows, checkpoint_ends, checkpoint_destinations: [n] the window before token
-            `checkpoint_ends` of the stream, which is a token of that row or the row's end, goes to this slot.
-    """
-
-    sources: Tensor
-    destinations: Tensor
-    query_start_loc: Tensor
-    token_rows: Tensor
-    checkpoint_rows: Tensor
-    checkpoint_ends: Tensor
-    checkpoint_destinations: Tensor
+    sources: Tensor  # [rows] slot of the window before each row
+    destinations: Tensor  # [rows] slot for the window after it
+    query_start_loc: Tensor  # [rows + 1] where each row's tokens start; trailing total
+    token_rows: Tensor  # [tokens] the row of each token
+    checkpoint_rows: Tensor  # [n] the row of a window that is stored inside a row or at its end
+    checkpoint_ends: Tensor  # [n] the packed token after this window
+    checkpoint_destinations: Tensor  # [n] slot for it
 
 
 class ScanRows(NamedTuple):
-    """Packed rows in chunks, which a scan reads; a row without tokens passes its state on unchanged.
+    """Packed rows of a scan, in chunks. A row without tokens has no chunk, and its state does not change.
 
-    Attributes:
-        sources, destinations: [rows] slots of the states before and after each row, -1: zeros, nowhere. A
-            destination may be the row's own source, no other row's.
-        chunk_size: tokens of a whole chunk.
-        cu_chunk_seqlens: [chunks + 1] where each chunk's tokens start; trailing total.
-        seq_idx: [chunks] the row of each chunk.
-        row_chunk_starts: [rows + 1] each row's first chunk; trailing total.
-        chunk_destinations: [chunks] slots for the states after chunks, -1: nowhere.
+    -1 as a source: zeros; as a destination: nowhere. A destination may be the row's own source, no other's.
     """
 
-    sources: Tensor
-    destinations: Tensor
-    chunk_size: int
-    cu_chunk_seqlens: Tensor
-    seq_idx: Tensor
-    row_chunk_starts: Tensor
-    chunk_destinations: Tensor
+    sources: Tensor  # [rows] slot of the state before each row
+    destinations: Tensor  # [rows] slot for the state after it
+    chunk_size: int  # tokens of a whole chunk
+    cu_chunk_seqlens: Tensor  # [chunks + 1] where each chunk starts; trailing total
+    seq_idx: Tensor  # [chunks] the row of each chunk
+    row_chunk_starts: Tensor  # [rows + 1] each row's first chunk; trailing total
+    chunk_destinations: Tensor  # [chunks] slot for the state after each chunk
 
 
 class ReplayRows(NamedTuple):
-    """Decode rows of a decode by replay, at most T new tokens each, all of them in one chunk.
+    """Decode rows of a decode by replay, each with at most T new tokens, all in one chunk.
 
-    Attributes:
-        input_rows: [rows] each row's place in pools [requests, ...]; -1: padding.
-        starts: [rows] the position of each row's first new token.
-        lengths: [rows] new tokens. Outputs of tokens after them are unspecified.
-        sources: [rows] slots of the states at the last grid point. A convolution reads none.
-        destinations: [rows] slots for the states after complete chunks, -1 where a row does not complete its
-            chunk; of a convolution, for the windows. None where `complete_delta_chunks` follows.
-        chunk_size: grid points are its multiples.
-        pages: [rows, pages of a chunk] where tokens' inputs lie, in order, in pools [pages, tokens, ...]; the
-            last one may have room for more tokens than the chunk. None: `input_rows`, of whole chunks.
+    Outputs of tokens after `lengths` are unspecified. A convolution reads no source, and stores the window
+    after a row in its destination. No destinations: `complete_delta_chunks` follows. No pages: `input_rows`
+    name pages of whole chunks. The last page may have room for more tokens than the chunk.
     """
 
-    input_rows: Tensor
-    starts: Tensor
-    lengths: Tensor
-    sources: Tensor
-    destinations: Tensor | None
-    chunk_size: int
-    pages: Tensor | None = None
+    input_rows: Tensor  # [rows] each row's place in pools [requests, ...]; -1: padding
+    starts: Tensor  # [rows] position of the first new token
+    lengths: Tensor  # [rows] new tokens
+    sources: Tensor  # [rows] slot of the state at the last grid point; -1: zeros
+    destinations: Tensor | None  # [rows] slot for the state at the next one; -1: not reached
+    chunk_size: int  # grid points are its multiples
+    pages: Tensor | None = None  # [rows, pages of a chunk] in order, of pools [pages, tokens, ...]
 
 
 class TailRows(NamedTuple):
-    """Packed rows whose tails, the tokens after the last grid point, later decodes by replay read.
+    """Packed rows whose tails, the tokens after the last grid point, are kept for decodes by replay."""
 
-    Attributes:
-        input_rows, pages: as in `ReplayRows`.
-        starts: [rows] the packed token that begins each row's last, incomplete chunk; a tail that begins at
-            its row's end has no token.
-        query_start_loc: [rows + 1] where each row's tokens start; trailing total.
-    """
-
-    input_rows: Tensor
-    starts: Tensor
-    query_start_loc: Tensor
-    pages: Tensor | None = None
+    input_rows: Tensor  # as in `ReplayRows`
+    starts: Tensor  # [rows] the packed token that begins the tail; the row's end where there is none
+    query_start_loc: Tensor  # [rows + 1] where each row's tokens start; trailing total
+    pages: Tensor | None = None  # as in `ReplayRows`
 
 
 def page_table(rows: ReplayRows | TailRows) -> Tensor:

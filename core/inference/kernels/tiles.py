@@ -1,4 +1,4 @@
-"""What several families of kernels do: load a tile, see if a decode row names a state."""
+"""What several families of kernels do: load a tile, find a page, see if a row names a state."""
 
 import triton
 import triton.language as tl

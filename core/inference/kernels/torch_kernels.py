@@ -29,7 +29,8 @@ class KernelSet:
             after each token, -1: nowhere. It may be the row's own source, no other row's
         rows: the places of a step's rows, as `step_rows` describes each kind
         inputs: of decodes by replay, what a request keeps of its tokens since the last grid point, a multiple
-            of `chunk_size`, at position % chunk_size; `complete_delta_chunks` takes pools [layers, ...]
+            of `chunk_size`, at position % chunk_size; numbers of later tokens have no effect, NaN included.
+            `complete_delta_chunks` takes pools [layers, ...]
         conv_inputs: of a convolution, [requests, R, channels] raw inputs at position % R, R at least kernel -
             1 + T; only the kernel - 1 positions before `starts` are read, and positions before 0 are zeros
         new_v: for 16-bit tokens on a GPU, else None: [tokens, Hv, Dv] what each adds to the value of its key

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from mambaslots import hf
-from mambaslots.hf.text import TransformersTokenizer, load_text
+from mambaslots.hf.tokenizer import TransformersTokenizer, load_text
 from mambaslots.serve.requests import NOT_VARIABLES
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
 from mambaslots.text.codec import Detokenizer

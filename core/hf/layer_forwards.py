@@ -118,7 +118,9 @@ class LayerStack:
         return self._final_norm.after_waiting(hidden)[1][0]
 
 
-def install(model: nn.Module, config: Any, architecture: Any, step: CurrentStep) -> LayerStack | None:
+def replace_forwards(
+    model: nn.Module, config: Any, architecture: Any, step: CurrentStep
+) -> LayerStack | None:
     """Replace the forwards that an `Architecture` names; returns what runs layers, if not transformers."""
     norms: dict[nn.Module, NormForward] = {}
     for module in modules_of(model, architecture.named("RMSNorm")):
