@@ -2,9 +2,8 @@
 
 A function exists twice with one signature: in Triton for a GPU, in a module of this folder, and in plain
 torch for a CPU and as the oracle, in `reference/`. A model calls both by the methods of a `KernelSet`, whose
-docstring has all arguments; `kernel_set(device, dtype)` chooses it. Engines and contexts choose by the device.
-A function writes what its indices name, and nothing else; an index of -1 is padding: nothing is read or
-written.
+docstring has all arguments; `kernel_set(device, dtype)` chooses. Engines and contexts choose by the device.
+A function writes only what its indices name. An index of -1 is padding: nothing is read or written.
 
 step_rows, operands                          what callers hand over: rows of a step; pools, weights, draws
 torch_kernels, gpu_kernels, kernel_set       the functions that a model calls, twice, and the choice
