@@ -8,6 +8,7 @@ import enum
 import importlib
 import inspect
 import re
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,7 +77,7 @@ def members(found: type) -> list[tuple[str, str, Any]]:
         inner = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if name.startswith("_") or not getattr(inner, "__doc__", None):
             continue
-        if isinstance(inner, property):
+        if isinstance(inner, property | cached_property):
             listed.append((name, "", inner))
         elif inspect.isfunction(inner):
             listed.append((name, f"`{name}{signature(inner)}`\n\n", inner))

@@ -28,13 +28,7 @@ from ..state_spec import (
 )
 from .current_step import CurrentStep
 from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
-from .layer_forwards import (
-    NamedBranches,
-    falcon_h1_branches,
-    granite_branches,
-    nemotron_h_branches,
-    two_branches,
-)
+from .layer_forwards import Branches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .mixer_forwards import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks
 
@@ -72,7 +66,7 @@ class Architecture:
     forward: Callable[[nn.Module, int, CurrentStep], Callable[..., Tensor]]
     states: States
     layer: str | None = "DecoderLayer"
-    branches: Callable[[Any], NamedBranches] | None = None
+    branches: Callable[[Any], Branches] | None = None
     returned: Callable[[Tensor], Any] = lambda hidden: hidden
     final_norm: str | None = "norm"
     norm_offset: float = 0.0

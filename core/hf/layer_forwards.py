@@ -12,7 +12,7 @@ from .fused_modules import NormForward, mlp_forward, scaled
 Branch = Callable[..., Tensor]
 """From a normalised [1, T, hidden] and the keyword arguments of the layer to what the layer adds."""
 
-NamedBranches = Sequence[tuple[str, Branch]]
+Branches = Sequence[tuple[str, Branch]]
 """The names of a layer's norms, each with what is computed from the norm."""
 
 
@@ -60,17 +60,17 @@ def _mixer(layer: Any, name: str) -> Branch:
 
 def two_branches(
     mixer: str, mlp: str, norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-) -> Callable[[Any], NamedBranches]:
+) -> Callable[[Any], Branches]:
     """A mixer or attention, then an MLP or a mixture of experts."""
     return lambda layer: [(norms[0], _mixer(layer, mixer)), (norms[1], _branch(getattr(layer, mlp)))]
 
 
-def nemotron_h_branches(layer: Any) -> NamedBranches:
+def nemotron_h_branches(layer: Any) -> Branches:
     """One mixer, MLP, mixture of experts or attention."""
     return [("norm", _branch(layer.mixer, layer.block_type == "full_attention"))]
 
 
-def granite_branches(layer: Any) -> NamedBranches:
+def granite_branches(layer: Any) -> Branches:
     """A Mamba-2 mixer or attention, then experts or an MLP, each times a multiplier."""
     mixer = _mixer(layer, "mamba")
 
@@ -86,7 +86,7 @@ def granite_branches(layer: Any) -> NamedBranches:
     return [("input_layernorm", first), ("post_attention_layernorm", second)]
 
 
-def falcon_h1_branches(layer: Any) -> NamedBranches:
+def falcon_h1_branches(layer: Any) -> Branches:
     """A Mamba-2 mixer and attention of one input, each with multipliers, then an MLP."""
 
     def both(normed: Tensor, **kwargs: Any) -> Tensor:

@@ -94,9 +94,8 @@ class GatedDeltaNet(nn.Module):
         gate, raw, b, a = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
         net = DeltaNet(self.conv_weight, None, self.A_log, self.dt_bias, self.keys, self.values)
         o = run_delta_net(raw, a, b, net, self.layer_index, inputs, kernels)
-        normed = kernels.rms_norm_then_gate(
-            o, torch.unflatten(gate, -1, self.values), self.norm, self.norm_eps
-        )
+        gate = torch.unflatten(gate, -1, self.values)
+        normed = kernels.rms_norm_then_gate(o, gate, self.norm, self.norm_eps)
         return F.linear(normed.flatten(1), self.out_proj)
 
 
