@@ -93,26 +93,6 @@ class HybridConfig:
         return cls(dtype=dtype, **(sizes | overrides))
 
     @property
-    def inner_dim(self) -> int:
-        """Channels of a Mamba mixer, H x P."""
-        return self.mamba_num_heads * self.mamba_head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels of the convolution: x, B and C."""
-        return self.inner_dim + 2 * self.mamba_num_groups * self.mamba_state_dim
-
-    @property
-    def delta_inner_dim(self) -> int:
-        """Channels of v of a gated delta net."""
-        return self.delta_num_value_heads * self.delta_value_dim
-
-    @property
-    def delta_conv_dim(self) -> int:
-        """Channels of the convolution of a gated delta net: q, k and v."""
-        return 2 * self.delta_num_key_heads * self.delta_key_dim + self.delta_inner_dim
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of intermediate results: float32 or wider."""
         return compute_dtype(self.dtype)

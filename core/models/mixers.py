@@ -32,20 +32,21 @@ class MambaMixer(nn.Module):
             heads, config.mamba_head_dim, head_groups, config.mamba_state_dim
         )
         self.sizes = [len(x), sum(map(len, conv)), heads.count]  # of the gate, what is convolved, and dt
-        own, kernel = [heads.indices], config.conv_kernel
-        num_projected = config.inner_dim + config.conv_dim + config.mamba_num_heads
+        own, kernel, inner = [heads.indices], config.conv_kernel, heads.total * config.mamba_head_dim
+        convolved = inner + 2 * head_groups.total * config.mamba_state_dim
+        num_projected = inner + convolved + heads.total
         self.in_proj = weights.linear("in_proj", num_projected, config.hidden_size, rows=projected)
-        self.conv_weight = weights.normal("conv_weight", config.conv_dim, kernel, std=kernel**-0.5, rows=conv)
+        self.conv_weight = weights.normal("conv_weight", convolved, kernel, std=kernel**-0.5, rows=conv)
         # With this bias SiLU of a standard normal has a mean near zero; slow heads would sum up another one.
-        self.conv_bias = weights.full("conv_bias", config.conv_dim, -0.5, rows=conv)
+        self.conv_bias = weights.full("conv_bias", convolved, -0.5, rows=conv)
         # dt falls with the square root of the memory: so all heads' states have one magnitude.
         memory = _memory_of_heads(config.mamba_num_heads)
         dt = 1.5 * memory.rsqrt()
         self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=own)
         self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=own)
         self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=own)
-        self.norm = weights.ones("norm", config.inner_dim, rows=[x])
-        self.out_proj = weights.linear("out_proj", config.hidden_size, config.inner_dim, columns=[x])
+        self.norm = weights.ones("norm", inner, rows=[x])
+        self.out_proj = weights.linear("out_proj", config.hidden_size, inner, columns=[x])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         gate, raw, dt = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
@@ -70,18 +71,19 @@ class GatedDeltaNet(nn.Module):
         self.layer_index = layer_index
         self.norm_eps = config.norm_eps
         keys, heads = (config.part_of(f"delta_num_{of}_heads", weights.groups) for of in ("key", "value"))
-        num_heads, values = config.delta_num_value_heads, config.delta_inner_dim
+        num_heads, values = heads.total, heads.total * config.delta_value_dim
+        convolved = 2 * keys.total * config.delta_key_dim + values
         own, kernel = [heads.indices], config.conv_kernel
         # Rows of the projection: the gate, then what is convolved (q, k and v), then beta's and the decay's.
         conv = delta_net_channels(keys, config.delta_key_dim, heads, config.delta_value_dim)
         v = span(heads, config.delta_value_dim)
         self.keys, self.values = (keys.count, config.delta_key_dim), (heads.count, config.delta_value_dim)
         self.sizes = [len(v), sum(map(len, conv)), heads.count, heads.count]
-        after = values + config.delta_conv_dim
+        after = values + convolved
         rows = [v, *shifted(conv, values), *shifted(own, after), *shifted(own, after + num_heads)]
         self.in_proj = weights.linear("in_proj", after + 2 * num_heads, config.hidden_size, rows=rows)
         std = kernel**-0.5
-        self.conv_weight = weights.normal("conv_weight", config.delta_conv_dim, kernel, std=std, rows=conv)
+        self.conv_weight = weights.normal("conv_weight", convolved, kernel, std=std, rows=conv)
         # By their decays alone heads would remember 8 to 512 tokens; later keys overwrite parts of it sooner.
         memory = _memory_of_heads(num_heads)
         one = torch.ones(num_heads, dtype=torch.float64, device="cpu")
