@@ -95,8 +95,13 @@ def block_sizes(
 
 @triton.jit
 def tokens_of(kept, new, k, offset, kept_places, new_stride):
-    """Pointers to the inputs of tokens k of a chunk: the first `offset` are kept, the others are new."""
-    return tl.where(k < offset, kept + kept_places, new + (k - offset) * new_stride)
+    """Pointers [k, columns] to the inputs of tokens of a chunk: the first `offset` are kept, others are new.
+
+    `kept`, `new`: pointers to the columns. A choice between pointers without columns, to which these are
+    added, is loaded number by number by Triton 3.8 and 3.9.
+    """
+    kept = kept[None, :] + kept_places[:, None]
+    return tl.where((k < offset)[:, None], kept, new[None, :] + ((k - offset) * new_stride)[:, None])
 
 
 @triton.jit
@@ -132,12 +137,12 @@ def scores_of(
     state_dim: tl.constexpr, operand: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """C[m] B[k] of new tokens and of tokens k of the chunk, as `chunk_scores` adds it."""
-    B_k = tokens_of(B_inputs, B, k, offset, B_places, B_token_stride)
     scores = tl.zeros((token.shape[0], k.shape[0]), dtype=tl.float32)
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
         queries = load_tile(C + token[:, None] * C_token_stride + n[None, :], is_new, n < state_dim)
-        keys = load_tile(B_k[:, None] + n[None, :], k < end, n < state_dim)
+        B_k = tokens_of(B_inputs + n, B + n, k, offset, B_places, B_token_stride)
+        keys = load_tile(B_k, k < end, n < state_dim)
         scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores)
     return scores
 
@@ -153,9 +158,8 @@ def add_inputs(
         dt_inputs, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
     )
     scores = masked_scores(scores, decay_m, decay, step, m, k)
-    kept = x_kept[None, :] + x_places[:, None]
-    new = x_new[None, :] + ((k - offset) * x_token_stride)[:, None]
-    values = load_tile(tl.where((k < offset)[:, None], kept, new), k < offset + length, is_channel)
+    x_k = tokens_of(x_kept, x_new, k, offset, x_places, x_token_stride)
+    values = load_tile(x_k, k < offset + length, is_channel)
     return multiply_add(scores.to(operand), values.to(operand), acc)
 
 
@@ -328,13 +332,13 @@ def ssd_replay_kernel(
                         )  # fmt: skip
                         x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
                         x_k = tokens_of(
-                            x_inputs + head * head_dim, x + head * x_head_stride, k, offset, x_places,
-                            x_token_stride,
+                            x_inputs + head * head_dim + state_p, x + head * x_head_stride + state_p, k,
+                            offset, x_places, x_token_stride,
                         )  # fmt: skip
-                        values = load_tile(x_k[:, None] + state_p[None, :], k < end, state_p < head_dim)
+                        values = load_tile(x_k, k < end, state_p < head_dim)
                         B_places = in_page(pages, k, k < offset, B_page_stride, page_tokens, B_size)
-                        B_k = tokens_of(B_inputs, B, k, offset, B_places, B_token_stride)
-                        keys = load_tile(B_k[:, None] + state_n[None, :], k < end, state_n < state_dim)
+                        B_k = tokens_of(B_inputs + state_n, B + state_n, k, offset, B_places, B_token_stride)
+                        keys = load_tile(B_k, k < end, state_n < state_dim)
                         update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
                     state = tl.fma(state, tl.exp(decay_of_chunk), update)
                     tl.debug_barrier()
