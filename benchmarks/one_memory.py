@@ -96,13 +96,13 @@ class Churn:
     def step_ended(self, steps: object) -> None:
         self._num_steps += 1
         kv: Any = self._cache.kv_blocks
-        before = sum(kv.unit_borrower.units.holds_states)
+        before = sum(kv.unit_borrower.units.for_states)
         if self._num_steps % 10 == 0:
             kv.evict_lru_blocks(kv.num_cached)
             kv.unit_borrower.borrow_slots(len(self._cache.slots.free_slots) + 8)
         elif self._num_steps % 5 == 0:
             kv.unit_borrower.borrow_blocks(kv.total_avail + 8)
-        change = sum(kv.unit_borrower.units.holds_states) - before
+        change = sum(kv.unit_borrower.units.for_states) - before
         self.moves[change < 0] += abs(change)
 
 
@@ -127,7 +127,7 @@ def engines_on(
     """An engine with two pools, and one of equal bytes whose states and KV share one memory."""
     import mambaslots as ms
     from mambaslots.inference.contexts.cache.memory import MemoryDivision, RankBudget, UnitSizes
-    from mambaslots.inference.contexts.input_pages import input_bytes, input_shapes
+    from mambaslots.inference.contexts.input_blocks import input_bytes, input_shapes
     from mambaslots.inference.contexts.pool_sizes import PoolSizes
 
     spec = model.state_spec()
@@ -140,16 +140,17 @@ def engines_on(
     }  # fmt: skip
     settings |= changes
     any_config = ms.InferenceConfig(**settings, num_kv_blocks=1, num_mamba_slots=1)
-    pages = PoolSizes.of(any_config, spec).pages
-    longest = -(-scale.longest // scale.block) + pages.per_chunk
+    input_blocks = PoolSizes.of(any_config, spec).input_blocks
+    longest = -(-scale.longest // scale.block) + input_blocks.per_chunk
     division = MemoryDivision.of([RankBudget(sizes, 1 << 50, scale.max_requests)], longest)
     num_units = division.num_kv_units + scale.num_units
     total = division.least_bytes(sizes) + scale.num_units * division.shape.unit_bytes(sizes)
-    inputs = input_bytes(input_shapes(any_config, spec, bool(pages.tokens)))
+    inputs = input_bytes(input_shapes(any_config, spec, bool(input_blocks.tokens)))
     shared = (total + inputs + 0.5) / (1 << 30)
     pools = {
         "num_kv_blocks": max(
-            longest, num_units // 2 * division.shape.blocks - pages.num_pages_of(scale.max_requests)
+            longest,
+            num_units // 2 * division.shape.blocks - input_blocks.num_for_requests(scale.max_requests),
         ),
         "num_mamba_slots": 1 + num_units // 2 * division.shape.slots,
     }

@@ -183,14 +183,14 @@ class InferenceConfig:
             )
         if self.durable_state_dtype is not None:
             one_of("durable_state_dtype", self.durable_state_dtype, DURABLE_DTYPES)
-            if self.decodes_by_replay:
+            if self.replays:
                 raise ValueError(
                     f"durable_state_dtype is {self.durable_state_dtype!r} and {self.replay_argument} "
                     "is True; accepted: one of the two, because decodes by replay start from exact states"
                 )
 
     @property
-    def decodes_by_replay(self) -> bool:
+    def replays(self) -> bool:
         """Whether decodes replay the inputs since the last grid point."""
         return self.decode_by_replay or bool(self.batch_invariant)
 

@@ -10,11 +10,10 @@ import torch
 
 from .config import InferenceConfig
 from .engine_sizes import context_length, largest_fitting_config, served_dtype
-from .inference.contexts.dynamic_request import GeneratedToken
 from .inference.engines.dynamic_engine import DynamicInferenceEngine
 from .inference.engines.streams import TokenStream
 from .loaded_model import LoadedModel, load
-from .params_and_results import RequestResult, SamplingParams
+from .params_and_results import GeneratedToken, RequestResult, SamplingParams
 from .validation import refused
 
 Messages = Sequence[Mapping[str, Any]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .validation import (
     INT32_MAX,
@@ -136,6 +136,14 @@ class SamplingParams:
         """`logit_bias` as pairs, in ascending order of tokens."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
+
+
+class GeneratedToken(NamedTuple):
+    """One token of an answer; None for log-probs that are not asked for."""
+
+    token: int
+    log_prob: float | None
+    top_log_probs: TopLogProbs | None = None  # of the most likely tokens at its position
 
 
 @dataclass(frozen=True, slots=True)

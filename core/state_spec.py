@@ -30,7 +30,7 @@ SCALE_DTYPE = torch.bfloat16
 """A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
 2.9 % to the bytes of an 8B model's state."""
 SCALES = "_scales"
-InputLayout = Literal["ring", "page", "chunk", "by_head"]
+InputLayout = Literal["ring", "block", "chunk", "by_head"]
 Coarsest = Literal["exact", "bfloat16", "int8"]
 """How far a cached copy of a tensor may be rounded: not at all, to bfloat16, or to scaled int8."""
 
@@ -41,7 +41,7 @@ class InputTensor:
 
     With C tokens of a chunk and K drafts of a step at most, the token at position p lies at p % (taps + K)
     of a "ring" [taps + K, *shape], at p % C of a "chunk" [C, *shape], or of the end of "by_head" [*shape, C].
-    What a "page" [P, *shape] has P tokens of a chunk share memory with KV: token p lies in page p % C // P.
+    A "block" [P, *shape], in the memory of a KV block, has P tokens: p lies in input block p % C // P.
     """
 
     name: str
@@ -314,8 +314,8 @@ def mamba2_states(
     shared = StateSegment(groups, state_dim)
     window = _window("conv", layers, (StateSegment(heads, head_dim), shared, shared), conv_kernel, conv_dtype)
     inputs = (
-        InputTensor("ssm_x", (heads.count, head_dim), conv_dtype, "page"),
-        InputTensor("ssm_B", (groups.count, state_dim), conv_dtype, "page"),
+        InputTensor("ssm_x", (heads.count, head_dim), conv_dtype, "block"),
+        InputTensor("ssm_B", (groups.count, state_dim), conv_dtype, "block"),
         InputTensor("ssm_dt", (2, heads.count), torch.promote_types(conv_dtype, torch.float32), "by_head"),
     )
     split = StateSplit(_part(layers), (StateSegment(heads),))
@@ -345,14 +345,14 @@ def gated_delta_net_states(
     window = _window("gdn_conv", layers, channels, conv_kernel, conv_dtype)
     gates = torch.promote_types(conv_dtype, torch.float32)
     inputs = [
-        InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype, "page"),
-        InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype, "page"),
+        InputTensor("delta_k", (key_heads.count, key_dim), conv_dtype, "block"),
+        InputTensor("delta_v", (value_heads.count, value_dim), conv_dtype, "block"),
         InputTensor("delta_g", (value_heads.count,), gates),
         InputTensor("delta_beta", (value_heads.count,), gates),
     ]
     if conv_dtype.itemsize == 2:
         # New values, and the inverse of a chunk's triangular system in blocks on and below its diagonal.
-        inputs.append(InputTensor("delta_new_v", (value_heads.count, value_dim), conv_dtype, "page"))
+        inputs.append(InputTensor("delta_new_v", (value_heads.count, value_dim), conv_dtype, "block"))
         blocks = value_heads.count, (grid + 16) // 2
         inputs.append(InputTensor("delta_inverse", blocks, torch.float32, "by_head"))
     split = StateSplit(_part(layers), (StateSegment(value_heads),))

@@ -105,9 +105,9 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     )
 
 
-PAGE = 16  # tokens whose inputs lie in a KV block of Qwen3.5-4B
-PAGE_STRIDES = "k_page_stride", "v_page_stride"
-INDICES = {"input_rows": "*i64", "pages": "*i32"}
+BLOCK_TOKENS = 16  # tokens whose inputs lie in a KV block of Qwen3.5-4B
+INPUT_STRIDES = "k_input_stride", "v_input_stride"
+INDICES = {"input_rows": "*i64", "input_blocks": "*i32"}
 TAPS = 4
 RAW = "weight", "A_log", "dt_bias", "conv_states", "conv_inputs", "conv_destinations"
 RAW_STRIDES = "conv_slot_stride", "ring_stride"
@@ -122,7 +122,7 @@ def kept_rows() -> list[Specialisation]:
             for tokens, tails in ((1, False), (4, False), (CHUNK, True)):
                 of_dtype = [*"qkv", "queries", "k_inputs", "v_inputs"]
                 of_float32 = [f"{x}_inputs" for x in GATES]
-                pages, strides = [*PAGE_STRIDES, *(f"{x}_row_stride" for x in GATES)], list[str]()
+                wide, strides = [*INPUT_STRIDES, *(f"{x}_row_stride" for x in GATES)], list[str]()
                 constants = dict.fromkeys((f"{x}_dim_stride" for x in "kv"), 1)
                 constants |= dict.fromkeys((f"{x}_inner_stride" for x in GATES), 1)
                 indices = INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
@@ -134,13 +134,13 @@ def kept_rows() -> list[Specialisation]:
                     of_dtype += [*GATES, "weight", "dt_bias", "conv_states", "conv_inputs"]
                     of_float32 += ["A_log"]
                     indices |= {"conv_destinations": "*i64"}
-                    pages += RAW_STRIDES
+                    wide += RAW_STRIDES
                     constants |= {"KERNEL": TAPS, "WINDOW": TAPS - 1, "RING": TAPS - 1 + tokens}
                 if tails and dtype != "fp32":
                     of_dtype += ["new_v", "new_v_inputs"]
-                    pages += ["new_v_page_stride"]
+                    wide += ["new_v_input_stride"]
                 else:
-                    constants |= {"new_v": None, "new_v_inputs": None, "new_v_page_stride": 0}
+                    constants |= {"new_v": None, "new_v_inputs": None, "new_v_input_stride": 0}
                 pointers = dict.fromkeys(of_dtype, f"*{dtype}") | dict.fromkeys(of_float32, "*fp32") | indices
                 strides += [f"{x}_{axis}_stride" for x in "kv" for axis in ("token", "head")]
                 strides += [f"{x}_{axis}_stride" for x in GATES for axis in ("token", "outer")]
@@ -148,13 +148,13 @@ def kept_rows() -> list[Specialisation]:
                     Specialisation(
                         name=f"keep_rows {dtype} T={tokens} {heads} x {dim}",
                         kernel=delta_replay.keep_rows_kernel,
-                        signature=pointers | dict.fromkeys(strides, "i32") | dict.fromkeys(pages, "i64"),
+                        signature=pointers | dict.fromkeys(strides, "i32") | dict.fromkeys(wide, "i64"),
                         constexprs=constants
                         | sizes
-                        | {"CHUNK": CHUNK, "PAGE_TOKENS": PAGE, "TOKENS": tokens, "TAILS": tails}
+                        | {"CHUNK": CHUNK, "BLOCK_TOKENS": BLOCK_TOKENS, "TOKENS": tokens, "TAILS": tails}
                         | {"INNER": heads, "DOUBLED": False, "bias": None}
                         | delta_replay.keep_blocks(tokens, heads, dim, dim),
-                        divisible_by_16=(*pointers, *strides, *pages),
+                        divisible_by_16=(*pointers, *strides, *wide),
                         num_warps=delta.OPERAND_WARPS,
                         wide=("load", "store"),
                     )
@@ -173,7 +173,7 @@ def solved_rows() -> list[Specialisation]:
             pointers |= INDICES | {"starts": "*i64" if tails else "*i32", "ends": "*i32"}
             shape = delta_solve.solve_shape(rows * heads, dim, CHUNK)
             warps = shape.pop("num_warps")
-            strides = ["k_page_stride", *(f"{x}_row_stride" for x in (*GATES, "inverse"))]
+            strides = ["k_input_stride", *(f"{x}_row_stride" for x in (*GATES, "inverse"))]
             found.append(
                 Specialisation(
                     name=f"solve_rows {'tails' if tails else f'{rows} decodes'} {heads} x {dim}",
@@ -181,7 +181,7 @@ def solved_rows() -> list[Specialisation]:
                     signature=pointers | dict.fromkeys(strides, "i64"),
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS, "key_dim": dim}
                     | {"tokens": CHUNK if tails else 1, "chunk_size": CHUNK, "TAILS": tails, "BLOCK_K": dim}
-                    | {"page_tokens": PAGE}
+                    | {"block_tokens": BLOCK_TOKENS}
                     | ({"queries": None} if tails else {})
                     | shape,
                     divisible_by_16=(*pointers, *strides),
@@ -203,14 +203,19 @@ def replay_outputs() -> list[Specialisation]:
                 pointers |= dict.fromkeys(("solved_decays", "beta_inputs"), "*fp32")
                 pointers |= {"states": f"*{pool}", "sources": "*i64"} | INDICES
                 pointers |= dict.fromkeys(("starts", "lengths"), "*i32")
-                strides = ["v_page_stride", "beta_row_stride", "new_v_page_stride", "slot_stride"]
+                strides = ["v_input_stride", "beta_row_stride", "new_v_input_stride", "slot_stride"]
                 found.append(
                     Specialisation(
                         name=f"delta_outputs, pool {pool} T={tokens} {heads} x {dim}",
                         kernel=delta_replay.outputs_kernel,
                         signature=pointers | dict.fromkeys(strides, "i64") | {"scale": "fp32"},
                         constexprs={"tokens": tokens, "heads": heads, "heads_of_key": heads // KEY_HEADS}
-                        | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK, "page_tokens": PAGE}
+                        | {
+                            "key_dim": dim,
+                            "value_dim": dim,
+                            "chunk_size": CHUNK,
+                            "block_tokens": BLOCK_TOKENS,
+                        }
                         | delta_replay.output_blocks(tokens, dim, dim, TORCH[pool]),
                         divisible_by_16=(*pointers, *strides),
                         num_warps=delta_replay.OUTPUT_WARPS,
@@ -231,7 +236,7 @@ def completions() -> list[Specialisation]:
             pointers |= dict.fromkeys(("g_inputs", "beta_inputs", "inverses"), "*fp32")
             pointers |= {"states": f"*{pool}"}
             pointers |= INDICES | dict.fromkeys(("sources", "destinations"), "*i64")
-            strides = [*PAGE_STRIDES, *(f"{x}_row_stride" for x in (*GATES, "inverse")), "slot_stride"]
+            strides = [*INPUT_STRIDES, *(f"{x}_row_stride" for x in (*GATES, "inverse")), "slot_stride"]
             strides += [*(f"{x}_layer_stride" for x in ("k", "v", *GATES, "inverse")), "layer_stride"]
             found.append(
                 Specialisation(
@@ -239,7 +244,7 @@ def completions() -> list[Specialisation]:
                     kernel=delta_replay.complete_chunks_kernel,
                     signature=pointers | dict.fromkeys(strides, "i64") | {"rows": "i32", "groups": "i32"},
                     constexprs={"heads": heads, "heads_of_key": heads // KEY_HEADS}
-                    | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK, "page_tokens": PAGE}
+                    | {"key_dim": dim, "value_dim": dim, "chunk_size": CHUNK, "block_tokens": BLOCK_TOKENS}
                     | delta_replay.completion_blocks(dim, dim)
                     | {"ROWS": delta_replay.COMPLETION_ROWS},
                     divisible_by_16=(*pointers, *strides),

@@ -120,14 +120,14 @@ def ssd_score_makers() -> list[Specialisation]:
     return found
 
 
-PAGE = 9  # tokens whose inputs lie in a KV block of Nemotron-H-8B
+BLOCK_TOKENS = 9  # tokens whose inputs lie in a KV block of Nemotron-H-8B
 
 
 def tail_keepers() -> list[Specialisation]:
     """The inputs that a prefill leaves: x and B of Mamba-2, k and v of a gated delta net."""
-    indices = {"input_rows": "*i64", "pages": "*i32", "tail_starts": "*i64", "query_start_loc": "*i32"}
+    indices = {"input_rows": "*i64", "input_blocks": "*i32", "tail_starts": "*i64", "query_start_loc": "*i32"}
     pointers = dict.fromkeys(("first", "second", "first_kept", "second_kept"), "*bf16")
-    strides = [f"{name}_{axis}_stride" for name in ("first", "second") for axis in ("token", "head", "page")]
+    strides = [f"{name}_{axis}_stride" for name in ("first", "second") for axis in ("token", "head", "input")]
     sizes = {"keep_ssd_inputs, x and B": (HEADS, HEAD_DIM, GROUPS, STATE_DIM)}
     sizes["keep_delta_inputs, k and v"] = (16, 128, 32, 128)
     names = ("first_heads", "first_size", "second_heads", "second_size")
@@ -137,7 +137,11 @@ def tail_keepers() -> list[Specialisation]:
             kernel=ssd_replay.keep_tails_kernel,
             signature=pointers | indices | dict.fromkeys(strides, "i64"),
             constexprs=dict(zip(names, dimensions, strict=True))
-            | {"page_tokens": PAGE, "num_pages": -(-128 // PAGE), "BLOCK": ssd_replay.TAIL_BLOCK},
+            | {
+                "block_tokens": BLOCK_TOKENS,
+                "num_input_blocks": -(-128 // BLOCK_TOKENS),
+                "BLOCK": ssd_replay.TAIL_BLOCK,
+            },
             divisible_by_16=(*pointers, *strides),
             num_warps=ssd_replay.TAIL_WARPS,
             wide=BOTH,
@@ -168,8 +172,8 @@ def ssd_replays() -> list[Specialisation]:
     """Decodes of one token, and of four, where x, B and C are views of one tensor."""
     strides = tuple(f"{name}_{axis}_stride" for name in "xBC" for axis in ("row", "token"))
     strides += ("x_head_stride", "B_group_stride", "C_group_stride", "dt_row_stride", "dt_token_stride")
-    strides += ("state_slot_stride", "x_page_stride", "B_page_stride", "dt_input_stride")
-    indices = dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"pages": "*i32"}
+    strides += ("state_slot_stride", "x_input_stride", "B_input_stride", "dt_input_stride")
+    indices = dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"input_blocks": "*i32"}
     indices |= dict.fromkeys(("starts", "lengths"), "*i32")
     found = []
     for inputs, operands, chunk_size, tokens, rows in (
@@ -190,7 +194,7 @@ def ssd_replays() -> list[Specialisation]:
                 signature=pointers | indices | dict.fromkeys(strides, "i64"),
                 constexprs={"dt_head_stride": 1, "A_stride": 1, "D_stride": 1}
                 | {"tokens": tokens, "heads": HEADS, "groups": GROUPS, "WIDE": operands == "fp32"}
-                | {"page_tokens": PAGE}
+                | {"block_tokens": BLOCK_TOKENS}
                 | {"BLOCK_H": ssd_replay.heads_of_a_program(rows, HEADS, HEADS // GROUPS)}
                 | dimensions
                 | blocks,

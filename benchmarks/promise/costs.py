@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mambaslots.inference.contexts.input_pages import input_bytes, input_shapes
+from mambaslots.inference.contexts.input_blocks import input_bytes, input_shapes
 from serving.decode import DecodeBench, measure_decodes
 from serving.models import ServingModel
 from serving.prefill import PrefillBench, free

@@ -8,11 +8,10 @@ from .model_choice import chosen_model
 from .options import add_engine, add_model, count
 
 if TYPE_CHECKING:
-    from ..inference.contexts.dynamic_request import GeneratedToken
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
     from ..inference.engines.streams import TokenStream
     from ..loaded_model import LoadedModel
-    from ..params_and_results import SamplingParams
+    from ..params_and_results import GeneratedToken, SamplingParams
 
 TEXT = """\
 Every turn sends the whole conversation. The prefix cache resumes from the deepest state that it holds of it,

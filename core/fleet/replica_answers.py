@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 from ..errors import KVBlockCapacityError, QueueFullError
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.hashing import PrefixHashChain
-from ..inference.contexts.dynamic_request import GeneratedToken
 from ..inference.engines.streams import Answer
 from ..net.routing.state_router import RouteRequest
-from ..params_and_results import EarlyEnd, FinishReason, PromptFigures, RequestResult, SamplingParams
+from ..params_and_results import (
+    EarlyEnd,
+    FinishReason,
+    GeneratedToken,
+    PromptFigures,
+    RequestResult,
+    SamplingParams,
+)
 from ..serve.served_engine import ServedEngine
 
 

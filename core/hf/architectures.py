@@ -243,10 +243,7 @@ def _check_features(text: Any) -> None:
 
 
 def state_spec(
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    groups: ParallelGroups | None = None,
+    config: Any, dtype: torch.dtype, device: torch.device | str = "cpu", groups: ParallelGroups | None = None
 ) -> HybridStateSpec:
     """What a context allocates for a `text_config`; recurrent states have `_state_dtype`, others `dtype`."""
     groups = groups or ParallelGroups()

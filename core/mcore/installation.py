@@ -33,13 +33,7 @@ from .overrides import (
     unknown_methods,
 )
 from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
-from .versions import (
-    DYNAMIC_CONTEXT,
-    KV_ALLOCATOR,
-    TESTED_VERSIONS,
-    series_of,
-    version_of_tree,
-)
+from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of, version_of_tree
 
 _ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 CORRECTIONS = (cached_answers, gated_delta_net, lifecycle, mixer, prefill_chunks, stages)

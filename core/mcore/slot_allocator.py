@@ -12,9 +12,9 @@ from torch import Tensor
 from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.host_settings import HostSettings, device_of
+from ..inference.contexts.hosts.settings import HostSettings, device_of
+from ..inference.contexts.hosts.step_plan import WrittenStates
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.contexts.planned_states import WrittenStates
 from ..inference.kernels.operands import ConvAndSsm
 from ..validation import integers
 from .cached_answers import AnswerStates

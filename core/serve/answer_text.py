@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..inference.contexts.dynamic_request import GeneratedToken
+from ..params_and_results import GeneratedToken
 from ..text import TextCodec
 
 

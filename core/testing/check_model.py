@@ -331,7 +331,7 @@ def _larger_shape(shape: StepShape) -> StepShape:
         prefills=prefills,
         prefill_tokens=tokens,
         max_query_tokens=tokens,
-        table_blocks=shape.table_blocks + 1,
+        block_columns=shape.block_columns + 1,
         kv_writes=decodes * shape.decode_tokens + tokens,
         chunks=shape.chunks + 3 if prefills else 0,
         checkpoints=shape.checkpoints + 2 if prefills else 0,

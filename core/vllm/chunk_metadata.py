@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..inference.contexts.step_inputs import Int64Array, absolute_chunks
+from ..inference.kernels.chunk_grid import Int64Array, absolute_chunks
 from ..validation import INT32_MAX, described, holds_data, integer
 
 MAX_POSITION = 2**48

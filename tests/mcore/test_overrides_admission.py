@@ -7,7 +7,7 @@ import mambaslots as ms
 import mambaslots.mcore
 import pytest
 import torch
-from mambaslots.inference.contexts import host_states
+from mambaslots.inference.contexts.hosts import states as host_states
 from mambaslots.mcore import mixer
 from mambaslots.mcore.mixer import SequenceStarts, carried_windows
 from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_context, tokens

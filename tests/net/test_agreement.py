@@ -144,7 +144,7 @@ def another_padding(engine: Engine) -> None:
     begin = engine.context.begin_step
 
     def begin_wider(chunks: Sequence[ScheduledRequest], *_: object) -> StepInputs:
-        return begin(chunks, lambda shape: shape._replace(table_blocks=shape.table_blocks + 1))
+        return begin(chunks, lambda shape: shape._replace(block_columns=shape.block_columns + 1))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.context, "begin_step", begin_wider)

@@ -111,8 +111,8 @@ class MemoryPoison:
         ]
         for entry in (entry for tensor in spec.states for entry in tensor.inputs if entry.name in pool):
             inputs = pool[entry.name]
-            if entry.name not in memory.row_inputs:
-                _fill_pages(inputs, allocations, chunk)
+            if entry.name not in memory.shapes_in_rows:
+                _fill_input_blocks(inputs, allocations, chunk)
                 continue
             axis = inputs.dim() - 1 if entry.layout == "by_head" else 2
             length = inputs.shape[axis] if entry.layout == "ring" else chunk
@@ -139,13 +139,13 @@ def _rows_of_inverse(chunk: int) -> Tensor:
     return torch.tensor([16 * block + row // 16 for block in blocks for row in range(256)], device="cpu")
 
 
-def _fill_pages(inputs: Tensor, allocations: Sequence[Allocation], chunk: int) -> None:
-    """NaN in the pages of requests, but for the tokens since the last grid point; free pages are free KV."""
+def _fill_input_blocks(inputs: Tensor, allocations: Sequence[Allocation], chunk: int) -> None:
+    """NaN in input blocks of requests, but for the tokens since the last grid point; free ones are KV."""
     size = inputs.shape[2]
     for allocation in allocations:
         kept = allocation.num_computed % chunk if allocation.decoding else 0
-        for number, page in enumerate(allocation.pages):
-            inputs[:, page, min(size, max(0, kept - number * size)) :] = float("nan")
+        for number, input_block in enumerate(allocation.input_blocks):
+            inputs[:, input_block, min(size, max(0, kept - number * size)) :] = float("nan")
 
 
 def free_memory(context: DynamicInferenceContext) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ OUR_MODELS = ("mambaslots.models.hybrid_lm", "mambaslots.hf.served_model")
 NO_INDEX = 0x7F7F7F7F7F7F7F7F
 """What a step's fields are written over: as int32 two large numbers, too."""
 PADDING = StepShape(
-    decodes=2, prefills=3, prefill_tokens=7, max_query_tokens=5, table_blocks=1, kv_writes=3, chunks=4,
+    decodes=2, prefills=3, prefill_tokens=7, max_query_tokens=5, block_columns=1, kv_writes=3, chunks=4,
     checkpoints=2, logits=3, decode_tokens=1,
 )  # fmt: skip
 """What a step's sizes grow by; those of prefills where there are any, and `decode_tokens` with drafts."""

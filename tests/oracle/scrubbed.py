@@ -37,7 +37,7 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     for block in blocks.tolist():
         assert not kv[block].any(), f"KV block {block} is free and not zero"
     rows = {request.allocation.row for request in context.requests if request.allocation is not None}
-    for inputs in (memory.input_pool[name] for name in memory.row_inputs):
+    for inputs in (memory.input_pool[name] for name in memory.shapes_in_rows):
         idle = sorted(set(range(inputs.shape[1])) - rows)
         _assert_zero(inputs.movedim(1, 0).flatten(1).view(torch.uint8), idle, "inputs of a row")
 
@@ -67,12 +67,15 @@ class NewOwners:
             allocation = scheduled.allocation
             known, blocks = self._seen.get(allocation.row, (None, set()))
             is_new = known is not allocation
-            own = allocation.path.blocks[allocation.path.num_registered :] + allocation.pages
+            own = allocation.path.blocks[allocation.path.num_registered :] + allocation.input_blocks
             for block in own if is_new else set(own) - blocks:
                 assert not memory.kv_cache[:, :, block].any(), f"row {allocation.row} got a block with bytes"
                 self.num_checked += 1
             before = set() if is_new else blocks
-            self._seen[allocation.row] = allocation, {*allocation.path.blocks, *allocation.pages, *before}
+            self._seen[allocation.row] = (
+                allocation,
+                {*allocation.path.blocks, *allocation.input_blocks, *before},
+            )
             pool = memory.durable_pool
             for slot in scheduled.destinations.values():
                 assert not pool.memory[pool.durable_index(slot)].any(), f"slot {slot} has bytes of others"
@@ -82,7 +85,7 @@ class NewOwners:
                     assert not memory.state_pool.memory[slot].any(), f"live slot {slot} has bytes of others"
                     self.num_checked += 1
             if is_new:
-                for name in memory.row_inputs:
+                for name in memory.shapes_in_rows:
                     assert not memory.input_pool[name][:, allocation.row].any(), "a row has inputs of others"
 
     def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:

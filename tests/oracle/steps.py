@@ -122,7 +122,7 @@ def build_step(
         prefills=len(prefills),
         prefill_tokens=len(token_ids) - len(decodes),
         max_query_tokens=max((len(row.tokens) for row in prefills), default=0),
-        table_blocks=most_blocks,
+        block_columns=most_blocks,
         kv_writes=len(kv_tokens),
         chunks=len(chunks.seq_idx),
         checkpoints=len(cp_rows),

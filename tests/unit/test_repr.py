@@ -5,7 +5,7 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 from mambaslots.inference.contexts.cache.pool_stats import ComputeReason
-from mambaslots.inference.contexts.dynamic_request import GeneratedToken
+from mambaslots.params_and_results import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults
 from mambaslots.text.codec import MarkedPrompt
 

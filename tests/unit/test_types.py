@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import assert_type
 
 import mambaslots as ms
-from mambaslots.inference.contexts.dynamic_request import GeneratedToken
+from mambaslots.params_and_results import GeneratedToken
 from mambaslots.text import ByteTokenizer, ChatTemplate
 
 

@@ -231,7 +231,7 @@ class EngineRound(Fuzzer):
         config, events = self.engine.config, self.tally.events
         if self.world.encoded is not None:
             events[f"{self.world.encoded} rounds"] += 1
-        events["replay rounds"] += config.decodes_by_replay
+        events["replay rounds"] += config.replays
         events["async rounds"] += config.why_steps_wait(self.engine.context.spec.device) is None
         events["one-memory rounds"] += config.total_gb is not None
         events["draft rounds"] += config.num_speculative_tokens > 0

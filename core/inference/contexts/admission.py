@@ -14,7 +14,7 @@ from .cache.checkpoint_plan import Boundary, best_shared_depth, checked_boundari
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .dynamic_request import Allocation, DynamicInferenceRequest, ScheduledRequest
-from .input_pages import PageTable
+from .input_blocks import InputBlockTable
 from .pool_sizes import num_live_slots
 from .request_states import RequestStates
 
@@ -31,16 +31,16 @@ class Admission:
         memory: DeviceMemory,
     ) -> None:  # fmt: skip
         self._caches = config.enable_prefix_caching
-        self._replays = config.decodes_by_replay
+        self._replays = config.replays
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
         self._cache = cache
         self._request_states = request_states
         self._scrubber = memory.scrubber
-        pages = memory.sizes.pages
-        self._has_pages = pages.tokens > 0
-        self.page_table = PageTable(pages, config.max_requests, chunk_size, cache.kv_blocks)
-        self.max_blocks = cache.kv_blocks.total_count - pages.per_chunk  # of KV that one request can have
+        input_blocks = memory.sizes.input_blocks
+        self._has_input_blocks = input_blocks.tokens > 0
+        self.input_table = InputBlockTable(input_blocks, config.max_requests, chunk_size, cache.kv_blocks)
+        self.max_blocks = cache.kv_blocks.total_count - input_blocks.per_chunk  # of KV, of one request
         shape = config.max_requests, min(self.max_blocks, self._num_blocks(config.max_sequence_length))
         self.block_table: npt.NDArray[np.integer[Any]] = np.full(shape, -1, np.int32)
         self.slots_per_row = num_live_slots(config) // config.max_requests
@@ -103,8 +103,8 @@ class Admission:
             self._cache.slots.free_live(allocation.live_slots)
         else:
             self._scrubber.live.add(allocation.live_slots)
-        if allocation.pages:
-            self.page_table.release(allocation)
+        if allocation.input_blocks:
+            self.input_table.release(allocation)
         del self._requests[allocation.row]
         if self._scrubber.inputs.zeroes:
             self._scrubber.inputs.add([allocation.row])
@@ -134,7 +134,7 @@ class Admission:
             assert allocation is not None, "a row is taken by a request that holds nothing"
             assert allocation.row == row, "a request has another row"
             assert len(allocation.live_slots) == self.slots_per_row, "a row has too few live slots"
-            self.page_table.check_integrity(allocation)
+            self.input_table.check_integrity(allocation)
             if not self._shares_pool:
                 assert list(allocation.live_slots) == [*self._own_slots(row)], "a row has another's live slot"
 
@@ -192,8 +192,8 @@ class Admission:
         if resumes:  # first: to grow may evict states
             self._request_states.start_from(allocation, match.resume_slot, start)
         self._cache.grow(allocation.path, self._num_blocks(stop))
-        if self._has_pages:
-            self.page_table.grow(allocation, stop % self._chunk_size)
+        if self._has_input_blocks:
+            self.input_table.grow(allocation, stop % self._chunk_size)
         if resumes or not num_computed:
             allocation.spans = match.spans
         allocation.branch_tokens = self._branch_tokens(match, request)
@@ -208,29 +208,29 @@ class Admission:
     ) -> ScheduledRequest | None:
         """A decode, perhaps of a token that only the device knows."""
         start, path = allocation.num_computed, allocation.path
-        needs_block, num_pages = self._missing(allocation)
-        if needs_block or num_pages:
-            if not self._cache.kv_blocks.is_memory_available(needs_block + num_pages):
+        needs_kv, num_input_blocks = self._missing(allocation)
+        if needs_kv or num_input_blocks:
+            if not self._cache.kv_blocks.is_memory_available(needs_kv + num_input_blocks):
                 return None
-            self._cache.grow(path, len(path.blocks) + needs_block)
-            if num_pages:
-                self.page_table.grow(allocation, start % self._chunk_size + 1)
+            self._cache.grow(path, len(path.blocks) + needs_kv)
+            if num_input_blocks:
+                self.input_table.grow(allocation, start % self._chunk_size + 1)
         return ScheduledRequest(
             path, request.tokens, start, start + 1, request=request, allocation=allocation, decoding=True,
             boundaries=self._boundaries(allocation, start, start + 1), is_ahead=start == len(request.tokens),
         )  # fmt: skip
 
     def _missing(self, allocation: Allocation) -> tuple[bool, int]:
-        """Whether a decode lacks a block for its next token's KV, and how many pages it lacks."""
+        """Whether a decode lacks a block for its next token's KV, and how many input blocks it lacks."""
         start = allocation.num_computed
-        needs_block = start == len(allocation.path.blocks) * self._block_size
+        needs_kv = start == len(allocation.path.blocks) * self._block_size
         num_inputs = start % self._chunk_size + 1
-        return needs_block, self.page_table.num_missing(allocation, num_inputs) if self._has_pages else 0
+        return needs_kv, self.input_table.num_missing(allocation, num_inputs) if self._has_input_blocks else 0
 
     def can_decode(self, allocations: Iterable[Allocation]) -> bool:
-        """Whether there are blocks and pages for one more token of all these decodes; evicts nothing."""
+        """Whether there are KV and input blocks for one more token of all these decodes; evicts nothing."""
         missing = map(self._missing, allocations)
-        num_blocks = sum(needs_block + num_pages for needs_block, num_pages in missing)
+        num_blocks = sum(needs_kv + num_input_blocks for needs_kv, num_input_blocks in missing)
         return not num_blocks or self._cache.kv_blocks.is_memory_available(num_blocks)
 
     def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
@@ -238,7 +238,7 @@ class Admission:
         path = scheduled.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -scheduled.stop % self._chunk_size - 1)]
-            tokens = self.page_table.grow_for_drafts(scheduled, tokens)
+            tokens = self.input_table.grow_for_drafts(scheduled, tokens)
         room = len(path.blocks) * self._block_size - scheduled.stop
         num_missing = self._num_blocks(max(0, len(tokens) - room))
         num_missing = min(num_missing, self._cache.kv_blocks.total_avail)
@@ -250,9 +250,9 @@ class Admission:
         boundaries = self._boundaries(scheduled.allocation, scheduled.start, stop)
         return replace(scheduled, stop=stop, drafts=drafts, boundaries=boundaries)
 
-    def num_pages(self, num_tokens: int) -> int:
+    def num_input_blocks(self, num_tokens: int) -> int:
         """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
-        return self.page_table.num_pages(num_tokens) if self._has_pages else 0
+        return self.input_table.num_input_blocks(num_tokens) if self._has_input_blocks else 0
 
     # ---- blocks and boundaries of a scheduled request
 
@@ -276,7 +276,7 @@ class Admission:
         """Whether the blocks up to `stop` are available; where the request waits, of its whole prompt."""
         path = request.allocation.path if request.allocation is not None else None
         end = len(request.tokens) if path is None else stop
-        return self._cache.can_hold(self._num_blocks(end), match, path, self.num_pages(end))
+        return self._cache.can_hold(self._num_blocks(end), match, path, self.num_input_blocks(end))
 
     def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""

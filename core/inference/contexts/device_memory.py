@@ -13,7 +13,7 @@ from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable, ceil_div
 from .cache.dirty_entries import DirtyEntries, MemoryCleaner
 from .cache.memory import UNIT_ALIGNMENT, UnitSizes
-from .input_pages import input_bytes, input_shapes, page_offsets
+from .input_blocks import input_block_offsets, input_bytes, input_shapes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots
 from .request_states import StatePool, zeroed
 
@@ -46,6 +46,10 @@ class Scrubber(MemoryCleaner):
         self.inputs = entries(_zero_inputs)
         self.scratch = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
 
+    def connect(self, host_slots: DirtyEntries) -> None:
+        """Also zero what becomes free in the tier of host memory."""
+        self.host_slots = host_slots
+
     def scrub(self) -> None:
         """Zero all dirty entries; does nothing where there are none."""
         memory = self._memory()
@@ -68,7 +72,7 @@ def _zero_slots(memory: "DeviceMemory", slots: Sequence[int]) -> None:
 
 
 def _zero_inputs(memory: "DeviceMemory", rows: Sequence[int]) -> None:
-    for name in memory.row_inputs:
+    for name in memory.shapes_in_rows:
         _zero(memory.input_pool[name], 1, rows)
 
 
@@ -100,15 +104,15 @@ class DeviceMemory:
         self._num_slots = num_live + num_durable
         self._unit_sizes = UnitSizes(spec.slot_bytes, spec.kv_block_bytes(config.block_size_tokens))
         self._units: Tensor | None = None  # [units, bytes of one] of a shared memory
-        self._blocks: Tensor | None = None  # [KV blocks, bytes of one], where pages of inputs lie in blocks
+        self._blocks: Tensor | None = None  # [KV blocks, bytes of one], where some are input blocks
         self.kv_cache, slots = self._new_memory()
         is_shared = caching and not encodes
         self.state_pool = StatePool(spec.states, num_live, num_durable, spec.device, is_shared, slots)
         self.durable_pool = self.state_pool  # or a pool of their own, for encoded states
         if encodes:
             self.durable_pool = StatePool(durable, 0, sizes.num_mamba_slots, spec.device)
-        self.row_inputs = input_shapes(config, spec, paged=sizes.pages.tokens > 0)  # those in no pages
-        for name, (input_shape, dtype) in self.row_inputs.items():
+        self.shapes_in_rows = input_shapes(config, spec, sizes.input_blocks.tokens > 0)  # in no input blocks
+        for name, (input_shape, dtype) in self.shapes_in_rows.items():
             addressable(name, input_shape[1], input_shape, dtype)
         self.input_pool = self._new_inputs()
         self.is_allocated = True
@@ -124,7 +128,7 @@ class DeviceMemory:
             spec.num_attention_layers, 2, num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim,
         )  # fmt: skip
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
-        if division is None and not self.sizes.pages.tokens:
+        if division is None and not self.sizes.input_blocks.tokens:
             return zeroed(shape, spec.kv_dtype, spec.device), None
         stride, slots = ceil_div(sizes.block, UNIT_ALIGNMENT) * UNIT_ALIGNMENT, None
         if division is None:
@@ -144,21 +148,21 @@ class DeviceMemory:
 
     @torch.inference_mode(False)
     def _new_inputs(self) -> dict[str, Tensor]:
-        """Inputs of rows; and views [layers, KV blocks, tokens of a page, *shape] of those in pages."""
-        spec, tokens, blocks = self._spec, self.sizes.pages.tokens, self._blocks
+        """Inputs of rows, views [layers, KV blocks, tokens of a block, *shape] of those in blocks."""
+        spec, tokens, blocks = self._spec, self.sizes.input_blocks.tokens, self._blocks
         inputs = {
             name: torch.zeros(shape, dtype=dtype, device=spec.device)
-            for name, (shape, dtype) in self.row_inputs.items()
+            for name, (shape, dtype) in self.shapes_in_rows.items()
         }
         if not tokens or blocks is None:
             return inputs
-        offsets, _ = page_offsets(spec, tokens)
+        offsets, _ = input_block_offsets(spec, tokens)
         for tensor in spec.states:
             for entry in (entry for entry in tensor.inputs if entry.name in offsets):
                 shape = tensor.num_layers, tokens, *entry.shape
                 start = offsets[entry.name]
-                of_pages = blocks[:, start : start + math.prod(shape) * entry.dtype.itemsize]
-                view = of_pages.view(entry.dtype).view(len(blocks), *shape)
+                part = blocks[:, start : start + math.prod(shape) * entry.dtype.itemsize]
+                view = part.view(entry.dtype).view(len(blocks), *shape)
                 inputs[entry.name] = view.movedim(0, 1)
         return inputs
 
@@ -204,7 +208,7 @@ class DeviceMemory:
     def total_bytes(self) -> int:
         """Bytes of all pools, allocated or not."""
         pool, durable, sizes = self.state_pool, self.durable_pool, self._unit_sizes
-        total = input_bytes(self.row_inputs)
+        total = input_bytes(self.shapes_in_rows)
         if durable is not pool:
             total += durable.num_durable * durable.slot_bytes
         if self.sizes.division is not None:
@@ -220,12 +224,12 @@ class DeviceMemory:
         parts = [f"live states {pool.num_live} x {state:.3g} MiB"]
         if durable is not pool:
             parts.append(f"staged states {pool.num_durable} x {state:.3g} MiB")
-        if self.row_inputs:
-            inputs = input_bytes(self.row_inputs) / MEBIBYTE
-            num_rows = next(iter(self.row_inputs.values()))[0][1]
+        if self.shapes_in_rows:
+            inputs = input_bytes(self.shapes_in_rows) / MEBIBYTE
+            num_rows = next(iter(self.shapes_in_rows.values()))[0][1]
             parts.append(f"inputs of running requests {num_rows} x {inputs / num_rows:.3g} MiB")
-            if page_tokens := self.sizes.pages.tokens:
-                parts[-1] += f", and a KV block for each {page_tokens} tokens of a chunk"
+            if tokens := self.sizes.input_blocks.tokens:
+                parts[-1] += f", and a KV block for each {tokens} tokens of a chunk"
         if division is None:
             idle = ", and the live ones of idle rows" if pool.is_shared else ""
             size = f"{durable.slot_bytes / MEBIBYTE:.3g} MiB"

@@ -53,20 +53,21 @@ class DynamicInferenceContext:
         check_replays(spec, config)
         self.memory = memory = DeviceMemory(self._spec_of_memory(), config, sizes)
         pool, scrubber = memory.state_pool, memory.scrubber
+        tier = tier_of(config, spec, memory.durable_pool)
+        if tier is not None:
+            scrubber.connect(tier.host.dirty)
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks, sizes.num_mamba_slots, config.block_size_tokens, config.eviction_policy,
             enabled=config.enable_prefix_caching, clock=clock,
             num_live_slots=pool.num_live if pool.is_shared else 0,
-            tier=tier_of(config, spec, memory.durable_pool), division=sizes.division, cleaner=scrubber,
+            tier=tier, division=sizes.division, cleaner=scrubber,
         )  # fmt: skip
-        if self.prefix_cache.tier is not None:
-            scrubber.host_slots = self.prefix_cache.tier.host.dirty
         self._request_states = self._new_request_states()
         self._replace_admission()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
-            self.admission.page_table.array.shape[1],
+            self.admission.input_table.array.shape[1],
         )  # fmt: skip
         self._buffer = StepBuffer(largest, spec.device)
         self._builder = StepBuilder(self._buffer, config, self._chunk_size, self._request_states, self.memory)
@@ -98,7 +99,7 @@ class DynamicInferenceContext:
         in_place = not self.spec.separate_states
         if durable is not pool:
             return EncodedStates(pool, durable, cache, self.memory.scrubber.scratch, in_place)
-        if self.config.decodes_by_replay:
+        if self.config.replays:
             return ReplayedStates(pool, cache, self._chunk_size)
         return RequestStates(pool, cache, in_place)
 
@@ -138,10 +139,7 @@ class DynamicInferenceContext:
     # ---- one step
 
     def begin_step(
-        self,
-        batch: Batch,
-        padding: Padding | None = None,
-        sampled_tokens: Tensor | None = None,
+        self, batch: Batch, padding: Padding | None = None, sampled_tokens: Tensor | None = None
     ) -> StepInputs:
         """Reserve slots for the planned states, and build the model's inputs, decode rows first.
 
@@ -152,7 +150,7 @@ class DynamicInferenceContext:
             self.memory.scrubber.scrub()
         self._reserve(batch)
         inputs = self._builder.build(
-            self.batch, self.admission.block_table, self.admission.page_table.array,
+            self.batch, self.admission.block_table, self.admission.input_table.array,
             padding or (lambda shape: shape), sampled_tokens,
         )  # fmt: skip
         for observer in self.observers:
@@ -194,8 +192,8 @@ class DynamicInferenceContext:
                 else:
                     committed = self._commit(scheduled)
             self._request_states.advance(scheduled, committed)
-            if scheduled.allocation.pages and not scheduled.allocation.num_computed % self._chunk_size:
-                self.admission.page_table.release(scheduled.allocation)
+            if scheduled.allocation.input_blocks and not scheduled.allocation.num_computed % self._chunk_size:
+                self.admission.input_table.release(scheduled.allocation)
             if scheduled.decoding and self.config.num_speculative_tokens:
                 self.admission.trim(scheduled.allocation)
         ended, self.batch = self.batch, ()
@@ -304,7 +302,7 @@ class DynamicInferenceContext:
         if not keep_counts:
             self._ledger = TokenLedger()
             self._num_requests_seen = 0
-        self.prefix_cache.reset(keep_totals=keep_counts)
+        self.prefix_cache.reset(keep_counts=keep_counts)
         if not self.memory.is_allocated:
             self.memory.deallocate()  # after an interrupted suspend
 
@@ -319,12 +317,12 @@ class DynamicInferenceContext:
         allocations, during_step = self.admission.allocations, bool(self.batch)
         self.admission.check_integrity()
         self._request_states.check_integrity(allocations, during_step)
-        pages = [page for allocation in allocations for page in allocation.pages]
+        input_blocks = [block for allocation in allocations for block in allocation.input_blocks]
         slots = [slot for scheduled in self.uncommitted for slot in scheduled.destinations.values()]
         reserved = self.prefix_cache.slots.reserved
         assert during_step or sorted(slots) == sorted(reserved), "a reservation leaked"
         paths = [allocation.path for allocation in allocations]
-        self.prefix_cache.check_integrity(paths, during_step or bool(slots), pages)
+        self.prefix_cache.check_integrity(paths, during_step or bool(slots), input_blocks)
         for allocation in allocations:
             size = self.config.block_size_tokens
             assert allocation.num_computed <= len(allocation.path.blocks) * size, "tokens without a KV block"
@@ -332,7 +330,7 @@ class DynamicInferenceContext:
 
 def check_replays(spec: HybridStateSpec, config: InferenceConfig) -> None:
     """Raise a ValueError where decodes shall replay, and the model or the step cannot."""
-    if not config.decodes_by_replay:
+    if not config.replays:
         return
     setting = config.replay_argument
     unknown = [tensor.name for tensor in spec.states if tensor.num_layers and not tensor.inputs]

@@ -1,48 +1,24 @@
 """A request: its prompt, settings and answer, what it holds while it runs, and what of it a step computes."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...params_and_results import FinishReason, PromptFigures, RequestResult, SamplingParams, TopLogProbs
+from ...params_and_results import (
+    FinishReason,
+    GeneratedToken,
+    PromptFigures,
+    RequestResult,
+    SamplingParams,
+    TopLogProbs,
+)
 from .cache.cached_states import PrefixMatch, Span
 from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain
 from .cache.paths import CachedPath, PathStep
 from .cache.pool_stats import COMPUTE_REASONS, ComputeReason
-
-
-class TokenView(Sequence[int]):
-    """A request's prompt and answer so far, read only.
-
-    A view only grows; a request whose tokens are cut back, because a step failed, gets another view. Views
-    equal lists and tuples of their tokens, and are keys for a `WeakKeyDictionary` by identity.
-    """
-
-    __slots__ = ("__weakref__", "_tokens")
-
-    def __init__(self, tokens: list[int]) -> None:
-        """`tokens`: the list to show; it only grows."""
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: Any) -> Any:
-        """One token, or a list of those of a slice."""
-        return self._tokens[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tokens)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, list | tuple) and self._tokens == list(other))
-
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        return f"TokenView({self._tokens})"
+from .token_view import TokenView
 
 
 @dataclass(frozen=True)
@@ -95,7 +71,7 @@ def _overlap(one: range, other: range) -> int:
 
 @dataclass(eq=False)
 class Allocation:
-    """What a running request has: a row, live slots, pages, a path, and how far it is computed."""
+    """What a running request has: a row, live slots, input blocks, a path, and how far it is computed."""
 
     row: int
     live_slots: tuple[int, ...]  # a decode writes the state after its token i into slot i, unless it replays
@@ -103,27 +79,13 @@ class Allocation:
     prefill_length: int  # at the admission; decodes compute later tokens
     num_computed: int = 0  # this and `state_index` are written by `RequestStates` alone
     state_index: int = -1  # in the pool, after them (replay: at the last grid point); -1: zeros
-    pages: list[int] = field(default_factory=list)  # of inputs since the last grid point; `Admission`'s
+    input_blocks: list[int] = field(default_factory=list)  # `Admission` writes it
     branch_tokens: int = 0  # shared with an earlier prompt before the two differ; `Admission` writes it
     spans: tuple[Span, ...] = ()
 
     @property
     def decoding(self) -> bool:
         return self.num_computed >= self.prefill_length
-
-
-class GeneratedToken(NamedTuple):
-    """One token of an answer.
-
-    Attributes:
-        token: its id.
-        log_prob: its log-prob; None unless asked for.
-        top_log_probs: the most likely tokens at its position and their log-probs; None unless asked for.
-    """
-
-    token: int
-    log_prob: float | None
-    top_log_probs: TopLogProbs | None = None
 
 
 NO_ID = -1

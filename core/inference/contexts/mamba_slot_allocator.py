@@ -26,9 +26,9 @@ from .cache.checkpoint_plan import checked_boundaries
 from .cache.eviction import checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
-from .host_settings import HostSettings, block_count, size_of
-from .host_states import HostStates, HostTree
-from .planned_states import PlannedStates, WrittenStates
+from .hosts.settings import HostSettings, block_count, size_of
+from .hosts.states import HostStates, HostTree
+from .hosts.step_plan import StepPlan, WrittenStates
 
 
 class MambaSlotAllocator:
@@ -101,7 +101,7 @@ class MambaSlotAllocator:
             )
         self.max_intermediate_count = size_of(context, "max_mamba_intermediate_states_per_step")
         self._host_states = HostStates(context, empty, self.max_slots, self.max_intermediate_count)
-        self._planned = PlannedStates(
+        self._planned = StepPlan(
             size_of(context, "max_requests"), self.max_intermediate_count, settings.grid, self._block_size
         )
         self.num_dropped = 0
@@ -399,7 +399,7 @@ class MambaSlotAllocator:
         self._host_states.store_scratch(src_offsets, slots)
 
     def _clear_intermediate_state(self) -> None:
-        self._planned.clear_rows(self._prefill_rows())
+        self._planned.clear_step(self._prefill_rows())
 
     # ---- reset and checks
 
@@ -409,7 +409,7 @@ class MambaSlotAllocator:
         self._clear_planned()
 
     def _clear_planned(self) -> None:
-        self._planned.clear_rows(slice(None))
+        self._planned.clear_step(slice(None))
         self._host_states.clear_scratch()
 
     def check_integrity(self) -> None:

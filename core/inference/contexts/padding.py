@@ -49,8 +49,8 @@ def padded_to_few(shape: StepShape) -> StepShape:
 
 
 def largest_shape(
-    max_requests: int, max_tokens_per_step: int, decode_tokens: int, table_blocks: int, chunk_size: int,
-    on_ladder: bool = False, pages: int = 0,
+    max_requests: int, max_tokens_per_step: int, decode_tokens: int, block_columns: int, chunk_size: int,
+    on_ladder: bool = False, input_block_columns: int = 0,
 ) -> StepShape:  # fmt: skip
     """Upper bounds of all sizes of a context's steps; `on_ladder`: of those of `padded_to_ladder`."""
     if on_ladder:
@@ -60,8 +60,8 @@ def largest_shape(
     num_chunks = ceil_div(max_tokens_per_step, chunk_size)
     return StepShape(
         decodes=max_requests, prefills=max_requests, prefill_tokens=max_tokens_per_step,
-        max_query_tokens=max_tokens_per_step, table_blocks=table_blocks,
+        max_query_tokens=max_tokens_per_step, block_columns=block_columns,
         kv_writes=num_decode_tokens + max_tokens_per_step, chunks=num_chunks + 2 * max_requests,
         checkpoints=num_chunks + max_requests, logits=num_decode_tokens + max_tokens_per_step,
-        decode_tokens=decode_tokens, pages=pages,
+        decode_tokens=decode_tokens, input_block_columns=input_block_columns,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX, ceil_div
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
-from .input_pages import NO_PAGES, InputPages, input_bytes, input_shapes, tokens_of_page
+from .input_blocks import InputBlocks, input_bytes, input_shapes, tokens_of_input_block
 
 GIGABYTE = 1 << 30
 SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
@@ -36,19 +36,19 @@ class PoolSizes:
     states, there is memory for 30 blocks.
     """
 
-    num_kv_blocks: int  # with those of pages
+    num_kv_blocks: int  # with those of input blocks
     num_mamba_slots: int
     division: MemoryDivision | None = None
-    pages: InputPages = NO_PAGES
+    input_blocks: InputBlocks = field(default=InputBlocks())
 
     @classmethod
     def of(cls, config: InferenceConfig, spec: HybridStateSpec) -> "PoolSizes":
         """The largest pools that every rank can afford. A collective; all ranks raise the same ValueError."""
-        paged, unpaged = (RankMemory.of(config, spec, paged) for paged in (True, False))
-        own = tokens_of_page(config, spec), paged, unpaged
+        in_blocks, in_rows = (RankMemory.of(config, spec, each) for each in (True, False))
+        own = tokens_of_input_block(config, spec), in_blocks, in_rows
         gathered: list[tuple[int | None, RankMemory, RankMemory]] = spec.groups.gather(own, spec.device)
-        pages = InputPages.fitting(config, spec, [page_tokens for page_tokens, _, _ in gathered])
-        ranks = [paged if pages.tokens else unpaged for _, paged, unpaged in gathered]
+        input_blocks = InputBlocks.fitting(config, spec, [num_tokens for num_tokens, _, _ in gathered])
+        ranks = [in_blocks if input_blocks.tokens else in_rows for _, in_blocks, in_rows in gathered]
         shared = [rank for rank, config in enumerate(ranks) if config.total_gb is not None]
         if 0 < len(shared) < len(ranks):
             raise ValueError(
@@ -60,10 +60,11 @@ class PoolSizes:
                 f"enable_prefix_caching is {caching} on the ranks of the model; accepted: the same on all"
             )
         if shared:
-            return replace(_of_total(config, ranks, pages.per_chunk), pages=pages)
+            return replace(_of_total(config, ranks, input_blocks.per_chunk), input_blocks=input_blocks)
         num_slots = min(rank.num_slots for rank in ranks) if config.enable_prefix_caching else 0
         num_blocks = min(rank.num_blocks for rank in ranks)
-        return cls(num_blocks + pages.num_added_blocks(config, num_blocks), num_slots, pages=pages)
+        num_blocks += input_blocks.num_added_blocks(config, num_blocks)
+        return cls(num_blocks, num_slots, input_blocks=input_blocks)
 
 
 class RankMemory(NamedTuple):
@@ -78,11 +79,11 @@ class RankMemory(NamedTuple):
     can_divide: bool  # whether states and KV can share one memory
 
     @classmethod
-    def of(cls, config: InferenceConfig, spec: HybridStateSpec, paged: bool) -> "RankMemory":
-        """`paged`: whether inputs of decodes by replay lie in KV blocks, as far as they can."""
+    def of(cls, config: InferenceConfig, spec: HybridStateSpec, in_blocks: bool) -> "RankMemory":
+        """`in_blocks`: whether inputs of decodes by replay lie in KV blocks, as far as they can."""
         caching, num_live = config.enable_prefix_caching, num_live_slots(config)
         encoded = caching and config.durable_state_dtype is not None
-        undivided = input_bytes(input_shapes(config, spec, paged))
+        undivided = input_bytes(input_shapes(config, spec, in_blocks))
         slot = spec.slot_bytes
         if encoded:  # live states are no part of what is divided
             undivided += (num_live + NUM_STAGING_SLOTS) * slot
@@ -115,13 +116,13 @@ class RankMemory(NamedTuple):
         return (self.budget.num_live + self.caches) * slot + num_blocks * block
 
 
-def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_pages: int) -> PoolSizes:
+def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_input_blocks: int) -> PoolSizes:
     """The pools that `total_gb` buys: live states and inputs first, then cached states and KV in one memory.
 
     Without states, KV or caching, all goes to the other kind. Encoded states and KV get a half each.
-    `num_pages`: KV blocks of one request's inputs.
+    `num_input_blocks`: KV blocks of one request's inputs.
     """
-    longest = ceil_div(config.max_sequence_length, config.block_size_tokens) + num_pages
+    longest = ceil_div(config.max_sequence_length, config.block_size_tokens) + num_input_blocks
     has_states = any(rank.budget.sizes.slot for rank in ranks)
     has_kv = any(rank.budget.sizes.block for rank in ranks)
     caches_states = config.enable_prefix_caching and has_states
@@ -163,7 +164,7 @@ def _too_small(config: InferenceConfig, ranks: Sequence[RankMemory], least: Sequ
 
 def num_live_slots(config: InferenceConfig) -> int:
     """Live slots of all running requests: one each, and one for each draft unless decodes replay."""
-    return config.max_requests * (1 if config.decodes_by_replay else 1 + config.num_speculative_tokens)
+    return config.max_requests * (1 if config.replays else 1 + config.num_speculative_tokens)
 
 
 # ---- where no size is given

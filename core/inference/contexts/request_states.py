@@ -1,4 +1,4 @@
-"""The slots of states, and where the state of each running request is."""
+"""The pool of states, live and durable, and where the state of each running request is."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -266,12 +266,8 @@ class EncodedStates(RequestStates):
     def _staging_slots(self, batch: Batch, idle_slots: IdleSlots) -> list[int]:
         """The slots that are free in a step: those for staging, then idle live ones."""
         own = range(self._pool.num_live, self._pool.num_slots)
-        drafts = [
-            slot
-            for scheduled in batch
-            if not scheduled.decoding
-            for slot in scheduled.allocation.live_slots[1:]
-        ]
+        prefills = (scheduled.allocation for scheduled in batch if not scheduled.decoding)
+        drafts = [slot for prefill in prefills for slot in prefill.live_slots[1:]]
         return [*own, *drafts, *idle_slots()]
 
     def gather(self, batch: Batch, idle_slots: IdleSlots) -> None:

@@ -12,19 +12,11 @@ from torch import Tensor
 
 from ...config import InferenceConfig
 from ...validation import ceil_div
+from ..kernels.chunk_grid import chunk_grid
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch
 from .request_states import RequestStates
-from .step_inputs import (
-    INDEX_FIELDS,
-    Checkpoints,
-    IndexField,
-    PrefillChunks,
-    Replay,
-    StepInputs,
-    StepShape,
-    chunk_grid,
-)
+from .step_inputs import INDEX_FIELDS, Checkpoints, IndexField, PrefillChunks, Replay, StepInputs, StepShape
 
 _MAX_CACHED_VIEWS = 256
 Array = npt.NDArray[np.integer[Any]]
@@ -115,20 +107,20 @@ class StepBuilder:
         self._buffer = buffer
         self._block_size = config.block_size_tokens
         self._chunk_size = chunk_size
-        self._replays = config.decodes_by_replay
+        self._replays = config.replays
         self._batch_invariant = bool(config.batch_invariant)
         self._request_states = request_states
         self._memory = memory
 
     def build(
-        self, batch: Batch, block_table: Array, page_table: Array, padding: Padding,
+        self, batch: Batch, block_table: Array, input_table: Array, padding: Padding,
         sampled_tokens: Tensor | None = None,
     ) -> StepInputs:  # fmt: skip
         """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(batch)
         values = self._token_values(batch, layout, block_table) | self._state_values(batch, layout)
         if self._replays:
-            values |= self._replay_values(batch, layout, page_table)
+            values |= self._replay_values(batch, layout, input_table)
         shape = padding(layout.shape(values))
         values["query_start_loc"] = layout.pad_to(shape)
         for name in ("kv_write_tokens", "logit_tokens"):
@@ -206,14 +198,14 @@ class StepBuilder:
             "checkpoints.destinations": slots[:count],
         }
 
-    def _replay_values(self, batch: Batch, layout: "_Layout", page_table: Array) -> dict[str, Any]:
+    def _replay_values(self, batch: Batch, layout: "_Layout", input_table: Array) -> dict[str, Any]:
         rows = [scheduled.allocation.row for scheduled in batch]
         starts, stops = np.array(layout.starts), np.array(layout.stops)
         tails = layout.query_start_loc[:-1] - layout.num_decode_tokens - starts
         tails += stops // self._chunk_size * self._chunk_size
         return {
             "replay.input_rows": rows,
-            "replay.pages": page_table[rows],
+            "replay.input_blocks": input_table[rows],
             "replay.starts": starts,
             "replay.destinations": [
                 self._request_states.completed_destination(scheduled) for scheduled in batch
@@ -258,18 +250,19 @@ class _Layout:
         """The step's sizes without padding."""
         decodes = self.num_decodes
         drafts = self.num_decode_tokens > decodes
+        input_blocks = values.get("replay.input_blocks", np.empty((0, 0)))
         return StepShape(
             decodes=decodes,
             prefills=self.num_prefills,
             prefill_tokens=len(self.positions) - self.num_decode_tokens,
             max_query_tokens=int(max(self.lengths[decodes:], default=0)),
-            table_blocks=values["block_table"].shape[1],
+            block_columns=values["block_table"].shape[1],
             kv_writes=len(values["kv_write_tokens"]),
             chunks=len(values["chunks.seq_idx"]),
             checkpoints=len(values["checkpoints.rows"]),
             logits=len(values["logit_tokens"]),
             decode_tokens=int(self.lengths[:decodes].max()) if drafts else 1,
-            pages=values["replay.pages"].shape[1] if "replay.pages" in values else 0,
+            input_block_columns=input_blocks.shape[1],
         )
 
     def pad_to(self, shape: StepShape) -> Array:

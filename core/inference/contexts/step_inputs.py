@@ -1,21 +1,14 @@
-"""What a model reads in one step, and the chunk grid of its prefills: closed forms in numpy."""
+"""What a model reads in one step, and the sizes of its tensors."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from ..kernels.step_rows import AttentionRows, ConvRows, ReplayRows, ScanRows, TailRows
 from .dynamic_request import Batch
 from .request_states import StatePool
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class StepShape(NamedTuple):
@@ -25,13 +18,13 @@ class StepShape(NamedTuple):
     prefills: int  # prefill rows
     prefill_tokens: int
     max_query_tokens: int  # at least the tokens of the longest prefill row
-    table_blocks: int  # columns of the block table
+    block_columns: int  # of the block table
     kv_writes: int
     chunks: int  # chunks of the prefill rows
     checkpoints: int
     logits: int
     decode_tokens: int = 1  # tokens of each decode row: more than one where any row has drafts
-    pages: int = 0  # columns of the page table of decodes by replay; the same in all steps
+    input_block_columns: int = 0  # of the table of input blocks; the same in all steps
 
     @property
     def rows(self) -> int:
@@ -88,13 +81,13 @@ class Replay:
     the next grid point writes the state there. A prefill row starts on a grid point. It stores the state at
     its last grid point, and the inputs after that point, its tail.
 
-    Inputs lie in rows and in pages, as `InputTensor` describes. Beyond a request's tokens they may hold
-    anything, NaN included.
+    Inputs lie in rows and in input blocks, as `InputTensor` describes. Beyond a request's tokens they may
+    hold anything, NaN included.
     """
 
     pool: dict[str, Tensor]  # `DeviceMemory.input_pool`
     input_rows: Annotated[Tensor, "rows", -1]  # each row's place in `pool`; -1 = a padding row
-    pages: Annotated[Tensor, "rows", 0, "int32", "pages"]  # [R, pages of a chunk]: each row's, in order
+    input_blocks: Annotated[Tensor, "rows", 0, "int32", "input_block_columns"]  # each row's, in order
     starts: Annotated[Tensor, "rows", 0, "int32"]  # absolute position of each row's first token
     destinations: Annotated[Tensor, "rows", -1]  # index for the state that a decode row completes
     tail_starts: Annotated[Tensor, "prefills"]  # packed prefill token after the row's last grid point
@@ -124,17 +117,13 @@ class StepInputs:
     token_ids: Annotated[Tensor, "tokens"]
     positions: Annotated[Tensor, "tokens"]  # absolute position of each token in its sequence
     kv_lengths: Annotated[Tensor, "rows", 0, "int32"]  # tokens of each sequence after this step, with drafts
-    block_table: Annotated[
-        Tensor, "rows", 0, "int32", "table_blocks"
-    ]  # [R, table_blocks]: KV blocks in order
+    block_table: Annotated[Tensor, "rows", 0, "int32", "block_columns"]  # each row's KV blocks, in order
     query_start_loc: Annotated[Tensor, "rows", None, "int32"]  # each row's first token; trailing total
     query_lengths: Annotated[Tensor, "rows", 0, "int32"]  # each row's real tokens; 0 for padding rows
     kv_write_tokens: Annotated[Tensor, "kv_writes"]  # the tokens whose keys and values are stored
     kv_write_positions: Annotated[Tensor, "kv_writes", -1]  # block * block_size_tokens + offset; -1 = none
     state_sources: Annotated[Tensor, "rows", -1]  # of the state before the step; -1 = zeros
-    state_destinations: Annotated[
-        Tensor, "state_writes", -1
-    ]  # after each decode token and prefill row; -1 = none
+    state_destinations: Annotated[Tensor, "state_writes", -1]  # after each decode token and prefill row
     logit_tokens: Annotated[Tensor, "logits"]  # the tokens whose logits are wanted, in order
     chunks: PrefillChunks
     checkpoints: Checkpoints
@@ -197,7 +186,7 @@ class StepInputs:
         return ReplayRows(
             replay.input_rows[decodes], replay.starts[decodes], self.query_lengths[decodes],
             self.state_sources[decodes], replay.destinations[decodes], self.chunks.chunk_size,
-            replay.pages[decodes],
+            replay.input_blocks[decodes],
         )  # fmt: skip
 
     @cached_property
@@ -206,7 +195,7 @@ class StepInputs:
         assert self.replay is not None
         replay, prefills = self.replay, slice(self.num_decodes, None)
         starts, query_start_loc = replay.tail_starts, self.chunks.query_start_loc
-        return TailRows(replay.input_rows[prefills], starts, query_start_loc, replay.pages[prefills])
+        return TailRows(replay.input_rows[prefills], starts, query_start_loc, replay.input_blocks[prefills])
 
     @property
     def decode_destinations(self) -> Tensor:
@@ -274,93 +263,3 @@ class StepObserver(Protocol):
 
     def step_ended(self, batch: Batch) -> None:
         """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""
-
-
-# ---- the chunk grid
-
-
-class Chunks(NamedTuple):
-    """The chunks of a packed stream, in order; no chunk is empty and none spans two rows."""
-
-    cu_chunk_seqlens: Int32Array  # [chunks + 1]: where each chunk starts; trailing total
-    seq_idx: Int32Array  # [chunks]: the row of each chunk
-    last_chunk_indices: Int32Array  # [rows]: each row's last chunk; -1 for a row without tokens
-
-
-class ChunkGrid(NamedTuple):
-    """The chunks of a step's prefill rows, and the chunk that ends on each planned checkpoint.
-
-    The fields are those of `PrefillChunks` and `Checkpoints`, as fresh numpy arrays.
-    """
-
-    cu_chunk_seqlens: Int32Array
-    seq_idx: Int32Array
-    row_chunk_starts: Int32Array
-    token_rows: Int64Array
-    checkpoint_chunks: Int64Array  # [checkpoints]: the chunk that ends on the boundary
-    checkpoint_token_ends: Int64Array  # [checkpoints]: packed position of the boundary (exclusive end)
-
-
-def chunk_grid(
-    computed: Integers,
-    lengths: Integers,
-    chunk_size: int,
-    checkpoint_rows: Integers = (),
-    checkpoint_positions: Integers = (),
-) -> ChunkGrid:
-    """The absolute chunk grid of rows with `computed` tokens and `lengths` new ones, 0 or more.
-
-    Checkpoints lie at multiples of `chunk_size` in (computed, computed + length] of their row.
-    """
-    before, counts = np.asarray(computed, np.int64), np.asarray(lengths, np.int64)
-    rows, positions = np.asarray(checkpoint_rows, np.int64), np.asarray(checkpoint_positions, np.int64)
-    starts = np.zeros(counts.size + 1, np.int64)
-    counts.cumsum(out=starts[1:])
-    chunks = absolute_chunks(before, starts, counts, chunk_size)
-    begins = before[rows]
-    ends = begins + counts[rows]
-    chunks_after = (ends + (chunk_size - 1)) // chunk_size - positions // chunk_size
-    return ChunkGrid(
-        chunks.cu_chunk_seqlens,
-        chunks.seq_idx,
-        row_chunk_starts=chunks.seq_idx.searchsorted(np.arange(counts.size + 1)).astype(np.int32),
-        token_rows=np.arange(counts.size).repeat(counts),
-        checkpoint_chunks=chunks.last_chunk_indices[rows] - chunks_after,
-        checkpoint_token_ends=starts[rows] + positions - begins,
-    )
-
-
-def absolute_chunks(computed: Int64Array, starts: Int64Array, lengths: Int64Array, chunk_size: int) -> Chunks:
-    """Chunks cut at absolute multiples of `chunk_size`; `starts`: packed, with a trailing total.
-
-    With C the chunk size, a row of c computed and n new tokens, packed from q on, is cut at q + (floor(c / C)
-    + j) * C - c for j >= 1, within the row. Example, C = 8, two rows with (c, n) = (0, 5) and (3, 10):
-
-        packed token    0 ... 4 | 5 ... 9 | 10 ... 14       absolute position of a cut in its row
-        chunk              0    |    1    |     2           cut at 10 = 5 + 8 - 3: position 8 of row 1
-    """
-    if lengths.size == 0:
-        return Chunks(np.zeros(1, np.int32), np.empty(0, np.int32), np.empty(0, np.int32))
-    stops = starts[1:]
-    reached = computed + lengths
-    cells = (reached + (chunk_size - 1)) // chunk_size
-    counts = cells - computed // chunk_size
-    empty = None if lengths[lengths.argmin()] else lengths == 0
-    if empty is not None:
-        counts[empty] = 0
-    ends = counts.cumsum()
-
-    # Chunk i starts at i * C plus a constant of its row. A row's first chunk starts where the row starts.
-    total = int(ends[-1])
-    row_offsets = stops - reached + (cells - ends) * chunk_size
-    grid_end = (total + 1) * chunk_size  # beyond the tokens by up to two chunks a row
-    grid_dtype: type[np.integer[Any]] = np.int32 if grid_end < 2**31 else np.int64
-    cu = np.arange(0, grid_end, chunk_size, dtype=grid_dtype).astype(np.int32, copy=False)
-    cu[:-1] += row_offsets.astype(np.int32).repeat(counts)
-    cu[0] = 0
-    cu[ends] = stops
-
-    last = (ends - 1).astype(np.int32)
-    if empty is not None:
-        last[empty] = -1
-    return Chunks(cu, np.arange(lengths.size, dtype=np.int32).repeat(counts), last)

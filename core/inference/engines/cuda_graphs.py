@@ -33,7 +33,7 @@ class GraphBuckets:
     """
 
     max_requests: int
-    table_blocks: int
+    block_columns: int
     max_prefill_tokens: int
     chunk_size: int
     block_size: int
@@ -45,7 +45,7 @@ class GraphBuckets:
         """The shapes for the steps of a context."""
         config = context.config
         return cls(
-            max_requests=config.max_requests, table_blocks=context.admission.block_table.shape[1],
+            max_requests=config.max_requests, block_columns=context.admission.block_table.shape[1],
             max_prefill_tokens=min(MAX_PREFILL_TOKENS, config.max_tokens_per_step),
             chunk_size=context.spec.chunk_tokens(config.block_size_tokens),
             block_size=config.block_size_tokens, decode_tokens=1 + config.num_speculative_tokens,
@@ -68,11 +68,11 @@ class GraphBuckets:
         logits = decodes * per_row + prefills
         fitting = StepShape(
             decodes=decodes, prefills=prefills, prefill_tokens=tokens, max_query_tokens=tokens,
-            table_blocks=_next_power(shape.table_blocks, 2, self.table_blocks),
+            block_columns=_next_power(shape.block_columns, 2, self.block_columns),
             kv_writes=decodes * per_row + tokens, chunks=tokens // self.chunk_size + 2 * prefills,
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
             logits=rung(logits) if self.min_decode_tokens and prefills else logits, decode_tokens=per_row,
-            pages=shape.pages,
+            input_block_columns=shape.input_block_columns,
         )  # fmt: skip
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None

@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 from ...cache_stats import EngineStats
 from ...config import InferenceConfig
-from ...params_and_results import EarlyEnd, RequestResult, SamplingParams, ScoreResult
+from ...params_and_results import EarlyEnd, GeneratedToken, RequestResult, SamplingParams, ScoreResult
 from ...progress import ProgressBar
 from ...validation import INT64_MAX, boolean, instance, integer, one_of, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.dynamic_request import NO_ID, DynamicInferenceRequest, GeneratedToken
+from ..contexts.dynamic_request import NO_ID, DynamicInferenceRequest
 from ..contexts.pool_sizes import with_total_gb
 from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, prompts_with
 from .drafter import Drafter

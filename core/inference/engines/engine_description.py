@@ -29,7 +29,7 @@ def _decodes(context: DynamicInferenceContext) -> str:
     spec, config = context.spec, context.config
     if not any(tensor.num_layers for tensor in spec.states):
         return "the model has no states"
-    if not config.decodes_by_replay:
+    if not config.replays:
         return "update a state at each token"
     chunk = spec.chunk_tokens(config.block_size_tokens)
     return f"replay the inputs since the last multiple of {chunk} tokens, where a state is written"

@@ -5,9 +5,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...params_and_results import RequestResult
+from ...params_and_results import GeneratedToken, RequestResult
 from ...validation import brief_repr, refused, shown
-from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, GeneratedToken, ScheduledRequest
+from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ...errors import EngineDeadError, KVBlockCapacityError
 from ...parallel_groups import ParallelGroups
-from ...params_and_results import EarlyEnd
-from ..contexts.dynamic_request import GeneratedToken
+from ...params_and_results import EarlyEnd, GeneratedToken
 from .dynamic_engine import DynamicInferenceEngine
 from .streams import Answer, TokenStream
 

@@ -31,7 +31,7 @@ class Scheduler:
     def __init__(self, context: DynamicInferenceContext, drafter: Drafter | None = None) -> None:
         self._context = context
         self._config = context.config
-        self._replays = context.config.decodes_by_replay
+        self._replays = context.config.replays
         self._chunk_size = context.spec.chunk_tokens(context.config.block_size_tokens)
         self._drafter = drafter
         self.waiting: OrderedDict[int, DynamicInferenceRequest] = OrderedDict()
@@ -199,8 +199,8 @@ class Scheduler:
     def _num_entries(self, request: DynamicInferenceRequest) -> int:
         """How many KV blocks, and blocks for inputs, the request needs."""
         num_tokens = len(request.tokens)
-        num_pages = self._context.admission.num_pages(num_tokens)
-        return ceil_div(num_tokens, self._config.block_size_tokens) + num_pages
+        num_input_blocks = self._context.admission.num_input_blocks(num_tokens)
+        return ceil_div(num_tokens, self._config.block_size_tokens) + num_input_blocks
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Whether the request fits into the blocks that pins leave and the pinned ones that it shares."""

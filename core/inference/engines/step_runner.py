@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...devices import tensor_on
-from ...params_and_results import SamplingParams
+from ...params_and_results import GeneratedToken, SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.dynamic_request import Batch, DynamicInferenceRequest, GeneratedToken
+from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
 from ..contexts.padding import padded_to_ladder
 from ..contexts.step_inputs import StepInputs, StepShape
 from ..kernels.log_probs import log_probs_of, top_log_probs

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from ...params_and_results import EarlyEnd, FinishReason, PromptFigures, RequestResult
-from ..contexts.dynamic_request import DynamicInferenceRequest, GeneratedToken
+from ...params_and_results import EarlyEnd, FinishReason, GeneratedToken, PromptFigures, RequestResult
+from ..contexts.dynamic_request import DynamicInferenceRequest
 
 
 class TokenStream[Item](Iterator[Item], AsyncIterator[Item]):

@@ -17,7 +17,7 @@ penalties, token_draws, log_probs            logits lowered by counts of tokens;
 sampling                                     the most likely token of a row, or a drawn one
 state_copy, row_checksum                     whole states: copied and encoded, checked
 state_move, state_codec                      the launches of `state_copy`
-tiles                                        what several kernels do
+tiles, chunk_grid                            what several kernels do; the chunks that they compute
 reference/torch_*                            conv, ssd, delta, attention, penalties, token_draws, state_copy,
                                              pointwise (norms, gates, the head); chunks
 """

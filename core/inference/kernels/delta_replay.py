@@ -29,8 +29,8 @@ from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
 from .delta_solve import NewRows, decay_sums, of_blocks, solve_rows
 from .gates import gates_of
 from .operands import DeltaInputs, RawTokens, check_slots
-from .step_rows import ReplayRows, ScanRows, TailRows, page_table
-from .tiles import in_page
+from .step_rows import ReplayRows, ScanRows, TailRows, input_table
+from .tiles import places
 
 OUTPUT_WARPS, OUTPUT_REGISTERS = 4, 128
 COMPLETION_WARPS, COMPLETION_STAGES, COMPLETION_ROWS, COMPLETION_GROUPS = 4, 2, 128, 16
@@ -45,10 +45,10 @@ def gated_delta_rule_replay(
     key_heads, key_dim = k.shape[2:]
     queries = torch.empty(num_rows * tokens, key_heads, key_dim, dtype=v.dtype, device=v.device)
     q, k, v_rows, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    new_rows = NewRows(rows.input_rows, page_table(rows), rows.starts, rows.lengths)
+    new_rows = NewRows(rows.input_rows, input_table(rows), rows.starts, rows.lengths)
     _keep_rows(q, k, v_rows, g, beta, None, queries, inputs, new_rows, tokens, raw)
     if inputs.inverses is None or inputs.new_v is None:
-        return _scanned(queries, inputs, states, rows, new_rows.pages, v.shape)
+        return _scanned(queries, inputs, states, rows, new_rows.input_blocks, v.shape)
     check_slots(new_v_inputs=inputs.new_v)
     solved = solve_rows(queries, inputs, new_rows, tokens)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -76,7 +76,7 @@ def complete_delta_chunks(states: Tensor, inputs: DeltaInputs, rows: ReplayRows)
     groups = min(num_rows, ceil_div(COMPLETION_GROUPS, layers))
     groups = max(groups, ceil_div(num_rows, COMPLETION_ROWS))
     complete_chunks_kernel[(ceil_div(value_dim, blocks["BLOCK_V"]) * heads * groups * layers,)](
-        *pools, rows.input_rows, page_table(rows), rows.sources, rows.destinations,
+        *pools, rows.input_rows, input_table(rows), rows.sources, rows.destinations,
         *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools), groups, num_rows,
         heads, heads // inputs.k.shape[3], key_dim, value_dim, rows.chunk_size, inputs.k.shape[2],
         **blocks, ROWS=COMPLETION_ROWS, num_warps=COMPLETION_WARPS, num_stages=COMPLETION_STAGES,
@@ -88,14 +88,14 @@ def keep_delta_inputs(
 ) -> None:
     """As `torch_delta.keep_delta_inputs`, in two launches."""
     chunk_size = inputs.g.shape[1]
-    tails = NewRows(rows.input_rows, page_table(rows), rows.starts, rows.query_start_loc)
+    tails = NewRows(rows.input_rows, input_table(rows), rows.starts, rows.query_start_loc)
     _keep_rows(k, k, v, g, beta, new_v, None, inputs, tails, chunk_size, None)
     if inputs.inverses is not None:
         solve_rows(None, inputs, tails, chunk_size)
 
 
 def _scanned(
-    queries: Tensor, inputs: DeltaInputs, states: Tensor, rows: ReplayRows, pages: Tensor, shape: torch.Size
+    queries: Tensor, inputs: DeltaInputs, states: Tensor, rows: ReplayRows, blocks: Tensor, shape: torch.Size
 ) -> Tensor:
     """The scan of each row's chunk, whose later tokens are zeros."""
     input_rows, starts, lengths, sources, destinations, *_ = rows
@@ -112,7 +112,7 @@ def _scanned(
 
     of_step = queries.unflatten(0, (num_rows, tokens))[row, new.clamp(0, tokens - 1)]
     keys, values = (
-        masked(pool[pages.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for pool in (inputs.k, inputs.v)
+        masked(pool[blocks.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for pool in (inputs.k, inputs.v)
     )
     gates, strengths = (masked(pool[input_rows.clamp(min=0)], real) for pool in (inputs.g, inputs.beta))
     row_chunks = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
@@ -133,7 +133,7 @@ def _keep_rows(
     """Launch `keep_rows_kernel` for rows of `tokens` tokens; without queries, for tails of packed rows."""
     kept, tails, new_v_inputs = inputs[:4], queries is None, None if new_v is None else inputs.new_v
     check_slots(k_inputs=inputs.k, v_inputs=inputs.v, g_inputs=inputs.g, beta_inputs=inputs.beta)
-    (page_tokens, key_heads, key_dim), (heads, value_dim) = inputs.k.shape[1:], v.shape[1:]
+    (block_tokens, key_heads, key_dim), (heads, value_dim) = inputs.k.shape[1:], v.shape[1:]
     q, k = (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
     g, beta = (x if x.dim() == 3 else x[:, None] for x in (g, beta))
     sizes = keep_blocks(tokens, heads, key_dim, value_dim)
@@ -153,7 +153,7 @@ def _keep_rows(
         *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, INNER=g.shape[2],
-        TOKENS=tokens, CHUNK=inputs.g.shape[1], PAGE_TOKENS=page_tokens, TAILS=tails,
+        TOKENS=tokens, CHUNK=inputs.g.shape[1], BLOCK_TOKENS=block_tokens, TAILS=tails,
         **conv, **sizes, num_warps=OPERAND_WARPS,
     )  # fmt: skip
 
@@ -225,7 +225,7 @@ def _numbers(
 def keep_rows_kernel(
     # Pointers
     q, k, v, g, beta, new_v, queries, k_inputs, v_inputs, g_inputs, beta_inputs, new_v_inputs,
-    input_rows, pages, starts, ends,
+    input_rows, input_blocks, starts, ends,
     weight, bias, A_log, dt_bias, conv_states, conv_inputs, conv_destinations,
     # Strides
     conv_slot_stride: tl.int64, ring_stride: tl.int64,
@@ -233,11 +233,11 @@ def keep_rows_kernel(
     v_token_stride, v_head_stride, v_dim_stride,
     g_token_stride, g_outer_stride, g_inner_stride,
     beta_token_stride, beta_outer_stride, beta_inner_stride,
-    k_page_stride: tl.int64, v_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
-    new_v_page_stride: tl.int64,
+    k_input_stride: tl.int64, v_input_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
+    new_v_input_stride: tl.int64,
     # Meta-parameters
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    INNER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    INNER: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     TAILS: tl.constexpr, KERNEL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
     DOUBLED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -257,7 +257,7 @@ def keep_rows_kernel(
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     input_row = tl.load(input_rows + row)
-    pages += row * ((CHUNK + PAGE_TOKENS - 1) // PAGE_TOKENS)
+    table = input_blocks + row * ((CHUNK + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     if TAILS:
         first = tl.load(starts + row).to(tl.int64)
         length = tl.load(ends + row + 1) - first
@@ -284,7 +284,7 @@ def keep_rows_kernel(
                 conv_inputs, destination, KEY_DIM, KERNEL, WINDOW, RING, CHANNELS,
             )  # fmt: skip
             key, real = normalised(key), (token < length) & is_key
-            kept = in_page(pages, start + token, real, k_page_stride, PAGE_TOKENS, KEY_HEADS * KEY_DIM)
+            kept = places(table, start + token, real, k_input_stride, BLOCK_TOKENS, KEY_HEADS * KEY_DIM)
             kept = k_inputs + (kept + head * KEY_DIM)[:, None] + n[None, :]
             tl.store(kept, key.to(k_inputs.dtype.element_ty), mask=inside & is_key)
             if not TAILS:
@@ -299,8 +299,8 @@ def keep_rows_kernel(
                 2 * KEY_HEADS * KEY_DIM, position, weight, bias, conv_states, conv_inputs, destination,
                 VALUE_DIM, KERNEL, WINDOW, RING, CHANNELS,
             )  # fmt: skip
-            kept = in_page(
-                pages, start + token, token < length, v_page_stride, PAGE_TOKENS, VALUE_HEADS * VALUE_DIM
+            kept = places(
+                table, start + token, token < length, v_input_stride, BLOCK_TOKENS, VALUE_HEADS * VALUE_DIM
             )
             kept = v_inputs + (kept + head * VALUE_DIM)[:, None]
             tl.store(kept + p[None, :], value.to(v_inputs.dtype.element_ty), mask=inside)
@@ -308,8 +308,8 @@ def keep_rows_kernel(
                 new_value = tl.load(
                     new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :], mask=inside
                 )
-                kept = in_page(
-                    pages, token, token < length, new_v_page_stride, PAGE_TOKENS, VALUE_HEADS * VALUE_DIM
+                kept = places(
+                    table, token, token < length, new_v_input_stride, BLOCK_TOKENS, VALUE_HEADS * VALUE_DIM
                 )
                 kept = new_v_inputs + (kept + head * VALUE_DIM)[:, None]
                 tl.store(kept + p[None, :], new_value, mask=inside)
@@ -355,13 +355,13 @@ def output_blocks(tokens: int, key_dim: int, value_dim: int, state_dtype: torch.
 def outputs_kernel(
     # Pointers
     queries, solved, solved_decays, v_inputs, beta_inputs, new_v_inputs, states, out,
-    input_rows, pages, starts, lengths, sources,
+    input_rows, input_blocks, starts, lengths, sources,
     # Strides
-    v_page_stride: tl.int64, beta_row_stride: tl.int64, new_v_page_stride: tl.int64, slot_stride: tl.int64,
+    v_input_stride: tl.int64, beta_row_stride: tl.int64, new_v_input_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
     scale,
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr,
-    key_dim: tl.constexpr, value_dim: tl.constexpr, chunk_size: tl.constexpr, page_tokens: tl.constexpr,
+    key_dim: tl.constexpr, value_dim: tl.constexpr, chunk_size: tl.constexpr, block_tokens: tl.constexpr,
     # Meta-parameters
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -394,9 +394,9 @@ def outputs_kernel(
             mask=(n < key_dim)[:, None] & in_value & (source >= 0),
             other=0.0,
         )
-        pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
-        of_v = in_page(pages, t, real, v_page_stride, page_tokens, value_stride)
-        of_value = in_page(pages, t, real, new_v_page_stride, page_tokens, value_stride)
+        table = input_blocks + row * ((chunk_size + block_tokens - 1) // block_tokens)
+        of_v = places(table, t, real, v_input_stride, block_tokens, value_stride)
+        of_value = places(table, t, real, new_v_input_stride, block_tokens, value_stride)
         of_head = head * value_dim + p[None, :]
         v = tl.load(v_inputs + of_v[:, None] + of_head, mask=real[:, None] & in_value, other=0.0)
         value = tl.load(new_v_inputs + of_value[:, None] + of_head, mask=is_old & in_value, other=0.0)
@@ -425,7 +425,7 @@ def outputs_kernel(
         o = o * tl.exp2(decay)[:, None]
         written = tl.dot(block_row, (v * beta[:, None]).to(operand)).to(operand)
         new_value = (written.to(tl.float32) - tl.dot(read_key, state)).to(operand)
-        of_new = in_page(pages, start + new, new < length, new_v_page_stride, page_tokens, value_stride)
+        of_new = places(table, start + new, new < length, new_v_input_stride, block_tokens, value_stride)
         tl.store(new_v_inputs + of_new[:, None] + of_head, new_value, mask=is_new & in_value)
         if tokens == 1:
             fresh = tl.sum(tl.where((new == 0)[:, None], new_value.to(tl.float32), 0.0), axis=0)
@@ -455,16 +455,17 @@ def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["rows", "groups"])
 def complete_chunks_kernel(
     # Pointers
-    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, input_rows, pages, sources, destinations,
+    k_inputs, v_inputs, g_inputs, beta_inputs, inverses, states, input_rows, input_blocks,
+    sources, destinations,
     # Strides
     k_layer_stride: tl.int64, v_layer_stride: tl.int64, g_layer_stride: tl.int64, beta_layer_stride: tl.int64,
     inverse_layer_stride: tl.int64, layer_stride: tl.int64,
-    k_page_stride: tl.int64, v_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
+    k_input_stride: tl.int64, v_input_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64,
     inverse_row_stride: tl.int64, slot_stride: tl.int64,
     # Dimensions
     groups, rows,
     heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-    chunk_size: tl.constexpr, page_tokens: tl.constexpr,
+    chunk_size: tl.constexpr, block_tokens: tl.constexpr,
     # Meta-parameters
     SLICE: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -491,13 +492,14 @@ def complete_chunks_kernel(
         _complete_chunk(
             k_inputs + layer * k_layer_stride + head // heads_of_key * key_dim,
             v_inputs + layer * v_layer_stride + head * value_dim,
-            pages + row * ((chunk_size + page_tokens - 1) // page_tokens), k_page_stride, v_page_stride,
+            input_blocks + row * ((chunk_size + block_tokens - 1) // block_tokens),
+            k_input_stride, v_input_stride,
             beta_inputs + layer * beta_layer_stride + input_row * beta_row_stride + head,
             g_inputs + layer * g_layer_stride + input_row * g_row_stride + head,
             inverses + layer * inverse_layer_stride + input_row * inverse_row_stride + head * inverse_size,
             of_state + source * slot_stride, of_state + tl.load(destinations + row) * slot_stride,
             source >= 0, p,
-            heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, page_tokens,
+            heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, block_tokens,
             BLOCK_V, SLICE,
         )  # fmt: skip
         row = tl.min(tl.where(completes & (some > row), some, rows), axis=0)
@@ -505,10 +507,10 @@ def complete_chunks_kernel(
 
 @triton.jit
 def _complete_chunk(
-    keys, values, pages, k_page_stride, v_page_stride, strengths, g, inverse, entering, leaving, has_entering,
-    p,
+    keys, values, table, k_input_stride, v_input_stride, strengths, g, inverse, entering, leaving,
+    has_entering, p,
     heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
-    chunk_size: tl.constexpr, page_tokens: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
+    chunk_size: tl.constexpr, block_tokens: tl.constexpr, BLOCK_V: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Store the state after a chunk."""
     operand: tl.constexpr = keys.dtype.element_ty
@@ -519,8 +521,8 @@ def _complete_chunk(
         inverse + of_blocks(t[:, None], t[None, :]), mask=t[:, None] >= t[None, :], other=0.0
     ).to(operand)
     beta = tl.load(strengths + t * heads)
-    of_key = in_page(pages, t, t < chunk_size, k_page_stride, page_tokens, key_stride)
-    of_value = in_page(pages, t, t < chunk_size, v_page_stride, page_tokens, heads * value_dim)
+    of_key = places(table, t, t < chunk_size, k_input_stride, block_tokens, key_stride)
+    of_value = places(table, t, t < chunk_size, v_input_stride, block_tokens, heads * value_dim)
     v = tl.load(values + of_value[:, None] + p[None, :], mask=in_value, other=0.0)
     written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
     held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)

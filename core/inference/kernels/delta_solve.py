@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operands import DeltaInputs, check_slots
-from .tiles import in_page
+from .tiles import places
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FEW_PROGRAMS = 1024
@@ -21,7 +21,7 @@ class NewRows(NamedTuple):
     """Rows of new tokens: of decodes, or tails of prefills. `keep_rows_kernel` says what the last two are."""
 
     input_rows: Tensor
-    pages: Tensor
+    input_blocks: Tensor
     starts: Tensor
     ends: Tensor
 
@@ -36,14 +36,14 @@ def solve_rows(
     assert inputs.inverses is not None
     check_slots(inverses=inputs.inverses)
     read = inputs.k, inputs.g, inputs.beta, inputs.inverses
-    (page_tokens, key_heads, key_dim), heads = inputs.k.shape[1:], inputs.inverses.shape[1]
+    (block_tokens, key_heads, key_dim), heads = inputs.k.shape[1:], inputs.inverses.shape[1]
     chunk_size, num_rows = inputs.g.shape[1], rows.input_rows.shape[0]
     size = 0 if queries is None else num_rows * tokens
     solved = inputs.k.new_empty(size, heads, key_dim + 2 * chunk_size)
     decays = inputs.inverses.new_empty(size, heads)
     solve_rows_kernel[(heads * num_rows,)](
         queries, *read, solved, decays, *rows, *(pool.stride(0) for pool in read),
-        tokens, heads, heads // key_heads, key_dim, chunk_size, page_tokens, queries is None,
+        tokens, heads, heads // key_heads, key_dim, chunk_size, block_tokens, queries is None,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
         **solve_shape(heads * num_rows, key_dim, chunk_size), num_stages=1,
     )  # fmt: skip
@@ -84,20 +84,20 @@ def _coupled(products, mask, decay, of_column):
 
 
 @triton.jit
-def _in_block(pages, block, i, mask, page_stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """`in_page` of the 16 tokens of a block; where pages are whole blocks, one load."""
+def _in_block(table, block, i, mask, stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """`places` of the 16 tokens of a block; one load where no input block ends inside of it."""
     if TOKENS % 16 == 0:
-        page = tl.load(pages + 16 * block // TOKENS).to(tl.int64)
-        return page * page_stride + (16 * block % TOKENS + i) * SIZE
+        input_block = tl.load(table + 16 * block // TOKENS).to(tl.int64)
+        return input_block * stride + (16 * block % TOKENS + i) * SIZE
     else:
-        return in_page(pages, 16 * block + i, mask, page_stride, TOKENS, SIZE)
+        return places(table, 16 * block + i, mask, stride, TOKENS, SIZE)
 
 
 @triton.jit
 def _new_rows(
-    keys, pages, page_stride, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
+    keys, table, input_stride, queries, g, beta, inverse, solved, solved_decays, row, r, start, end,
     tokens: tl.constexpr, heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr,
-    chunk_size: tl.constexpr, page_tokens: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    chunk_size: tl.constexpr, block_tokens: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Store the new rows of block row r: of the inverse, of the keys that read the state, and of scores;
     without `queries`, those of the inverse only. Earlier rows of the inverse are stored.
@@ -121,7 +121,7 @@ def _new_rows(
     new = row * tokens + token - start
 
     gates = tl.load(g + t * heads, mask=t < end, other=0.0)
-    of_key = _in_block(pages, r, i, in_block, page_stride, page_tokens, key_stride)
+    of_key = _in_block(table, r, i, in_block, input_stride, block_tokens, key_stride)
     block_key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_block[:, None] & in_key, other=0.0)
     strength = tl.load(beta + token * heads, mask=in_block, other=0.0)
     own = tl.load(inverse + of_blocks(token[:, None], token[None, :]), mask=is_solved, other=0.0)
@@ -132,7 +132,7 @@ def _new_rows(
     if WIDE:
         is_near = (i >= 0) & (r > 0)
         near = tl.where(is_near, token - 16, 0)
-        of_key = _in_block(pages, tl.maximum(r, 1) - 1, i, is_near, page_stride, page_tokens, key_stride)
+        of_key = _in_block(table, tl.maximum(r, 1) - 1, i, is_near, input_stride, block_tokens, key_stride)
         near_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_near[:, None] & in_key, other=0.0)
         near_strength = tl.load(beta + near * heads, mask=is_near, other=0.0)
         of_near = of_blocks(near[:, None], near[None, :])
@@ -140,7 +140,7 @@ def _new_rows(
     if WIDE and FAR > 0:
         f = tl.arange(0, FAR)
         is_far = f < 16 * r - 16
-        of_key = in_page(pages, f, is_far, page_stride, page_tokens, key_stride)
+        of_key = places(table, f, is_far, input_stride, block_tokens, key_stride)
         far_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_far[:, None] & in_key, other=0.0)
         far_strength = tl.load(beta + f * heads, mask=is_far, other=0.0)
         is_stored = is_far[:, None] & (f[:, None] // 16 >= f[None, :] // 16)
@@ -215,7 +215,7 @@ def _new_rows(
             sums = tl.zeros((16, chunk_size), dtype=tl.float32)
             for c in range(r):
                 column = 16 * c + i
-                of_key = _in_block(pages, c, i, column < end, page_stride, page_tokens, key_stride)
+                of_key = _in_block(table, c, i, column < end, input_stride, block_tokens, key_stride)
                 key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_key, other=0.0)
                 above = tl.load(
                     inverse + of_blocks(column[:, None], t[None, :]),
@@ -249,7 +249,7 @@ def _new_rows(
             for c in range(r + 1):
                 column = 16 * c + i
                 real = column < end
-                of_key = _in_block(pages, c, i, real, page_stride, page_tokens, key_stride)
+                of_key = _in_block(table, c, i, real, input_stride, block_tokens, key_stride)
                 key = tl.load(keys + of_key[:, None] + n[None, :], mask=real[:, None] & in_key, other=0.0)
                 block = tl.load(of_pair + column[None, :], mask=is_new[:, None], other=0.0)
                 scaled = key * tl.load(beta + column * heads, mask=real, other=0.0)[:, None]
@@ -262,12 +262,12 @@ def _new_rows(
 def solve_rows_kernel(
     # Pointers
     queries, k_inputs, g_inputs, beta_inputs, inverses, solved, solved_decays,
-    input_rows, pages, starts, ends,
+    input_rows, input_blocks, starts, ends,
     # Strides
-    k_page_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64, inverse_row_stride: tl.int64,
+    k_input_stride: tl.int64, g_row_stride: tl.int64, beta_row_stride: tl.int64, inverse_row_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, heads_of_key: tl.constexpr, key_dim: tl.constexpr,
-    chunk_size: tl.constexpr, page_tokens: tl.constexpr,
+    chunk_size: tl.constexpr, block_tokens: tl.constexpr,
     # Meta-parameters
     TAILS: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -287,7 +287,7 @@ def solve_rows_kernel(
         queries += head // heads_of_key * key_dim
     if (input_row >= 0) & (end > start):
         keys = k_inputs + head // heads_of_key * key_dim
-        pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
+        table = input_blocks + row * ((chunk_size + block_tokens - 1) // block_tokens)
         g = g_inputs + input_row * g_row_stride + head
         beta = beta_inputs + input_row * beta_row_stride + head
         inverse = inverses + input_row * inverse_row_stride + head * inverse_size
@@ -295,14 +295,14 @@ def solve_rows_kernel(
         solved_decays += head
         if tokens == 1:
             _new_rows(
-                keys, pages, k_page_stride, queries, g, beta, inverse, solved, solved_decays, row,
+                keys, table, k_input_stride, queries, g, beta, inverse, solved, solved_decays, row,
                 start // 16, start, end,
-                tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K, WIDE,
+                tokens, heads, key_stride, key_dim, chunk_size, block_tokens, BLOCK_K, WIDE,
             )  # fmt: skip
         else:
             for r in range(start // 16, (end + 15) // 16):
                 _new_rows(
-                    keys, pages, k_page_stride, queries, g, beta, inverse, solved, solved_decays, row, r,
-                    start, end, tokens, heads, key_stride, key_dim, chunk_size, page_tokens, BLOCK_K, WIDE,
+                    keys, table, k_input_stride, queries, g, beta, inverse, solved, solved_decays, row, r,
+                    start, end, tokens, heads, key_stride, key_dim, chunk_size, block_tokens, BLOCK_K, WIDE,
                 )  # fmt: skip
                 tl.debug_barrier()  # below, a thread reads what another thread has stored

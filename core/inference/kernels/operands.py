@@ -84,8 +84,8 @@ class RawTokens(NamedTuple):
 class SsdInputs(NamedTuple):
     """Pools of what a Mamba-2 layer's tokens since the last grid point put in."""
 
-    x: Tensor  # [pages, tokens, H, P]
-    B: Tensor  # [pages, tokens, G, N]
+    x: Tensor  # [blocks, tokens, H, P]
+    B: Tensor  # [blocks, tokens, G, N]
     dt: Tensor  # [requests, 2, H, chunk_size]: dt, and sums of dt * A from the grid point, in `compute_dtype`
 
 
@@ -96,11 +96,11 @@ class DeltaInputs(NamedTuple):
     of 16 x 16 on and below the diagonal; of a larger row, the first numbers, without gaps between heads.
     """
 
-    k: Tensor  # [pages, tokens, Hk, Dk] normalised
-    v: Tensor  # [pages, tokens, Hv, Dv]
+    k: Tensor  # [blocks, tokens, Hk, Dk] normalised
+    v: Tensor  # [blocks, tokens, Hv, Dv]
     g: Tensor  # [requests, chunk_size, Hv]
     beta: Tensor  # [requests, chunk_size, Hv]
-    new_v: Tensor | None = None  # [pages, tokens, Hv, Dv] what each token adds to the value of its key
+    new_v: Tensor | None = None  # [blocks, tokens, Hv, Dv] what each token adds to the value of its key
     inverses: Tensor | None = None  # [requests, Hv, (chunk_size + 16) // 2, chunk_size] float32
 
 

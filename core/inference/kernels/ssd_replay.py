@@ -26,8 +26,8 @@ from .ssd_stages import (
     state_blocks,
     sum_decays,
 )
-from .step_rows import ReplayRows, TailRows, page_table
-from .tiles import in_page, load_tile
+from .step_rows import ReplayRows, TailRows, input_table
+from .tiles import load_tile, places
 
 MIN_PROGRAMS = 1024
 """Programs of a step, at least, while heads can be spread: about eight on each multiprocessor of an H100."""
@@ -51,7 +51,7 @@ def ssd_replay(
     y = torch.empty(num_rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(ceil_div(head_dim, blocks["BLOCK_P"]), heads // head_block, num_rows)](
         x, dt, A, B, C, D, ssm_states, *inputs, y,
-        rows.input_rows, page_table(rows), rows.starts, rows.lengths, rows.sources, rows.destinations,
+        rows.input_rows, input_table(rows), rows.starts, rows.lengths, rows.sources, rows.destinations,
         *x.stride()[:3], *dt.stride(), *B.stride()[:3], *C.stride()[:3], A.stride(0), D.stride(0),
         ssm_states.stride(0), *(pool.stride(0) for pool in inputs),
         tokens, heads, groups, head_dim, state_dim, rows.chunk_size, inputs.x.shape[1],
@@ -167,17 +167,17 @@ def add_inputs(
 def ssd_replay_kernel(
     # Pointers
     x, dt, A, B, C, D, ssm_states, x_inputs, B_inputs, dt_inputs, y,
-    input_rows, pages, starts, lengths, sources, destinations,
+    input_rows, input_blocks, starts, lengths, sources, destinations,
     # Strides
     x_row_stride: tl.int64, x_token_stride: tl.int64, x_head_stride: tl.int64,
     dt_row_stride: tl.int64, dt_token_stride: tl.int64, dt_head_stride: tl.int64,
     B_row_stride: tl.int64, B_token_stride: tl.int64, B_group_stride: tl.int64,
     C_row_stride: tl.int64, C_token_stride: tl.int64, C_group_stride: tl.int64,
-    A_stride, D_stride,
-    state_slot_stride: tl.int64, x_page_stride: tl.int64, B_page_stride: tl.int64, dt_input_stride: tl.int64,
+    A_stride, D_stride, state_slot_stride: tl.int64,
+    x_input_stride: tl.int64, B_input_stride: tl.int64, dt_input_stride: tl.int64,
     # Dimensions
     tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
-    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, page_tokens: tl.constexpr,
+    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, block_tokens: tl.constexpr,
     # Meta-parameters
     WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -208,7 +208,7 @@ def ssd_replay_kernel(
     dt += row * dt_row_stride
     B += row * B_row_stride + group * B_group_stride
     C += row * C_row_stride + group * C_group_stride
-    pages += row * ((chunk_size + page_tokens - 1) // page_tokens)
+    table = input_blocks + row * ((chunk_size + block_tokens - 1) // block_tokens)
     B_inputs += group * state_dim
     dt_inputs += input_row * dt_input_stride
     y += row * (tokens * heads * head_dim)
@@ -218,8 +218,8 @@ def ssd_replay_kernel(
     is_channel = p < head_dim
     if chunk_size <= BLOCK_K:
         of_chunk = tl.arange(0, BLOCK_K)
-        x_of_chunk = in_page(pages, of_chunk, of_chunk < offset, x_page_stride, page_tokens, x_size)
-        B_of_chunk = in_page(pages, of_chunk, of_chunk < offset, B_page_stride, page_tokens, B_size)
+        x_of_chunk = places(table, of_chunk, of_chunk < offset, x_input_stride, block_tokens, x_size)
+        B_of_chunk = places(table, of_chunk, of_chunk < offset, B_input_stride, block_tokens, B_size)
     for tile in range(M_TILES):
         first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
         if first_m < end:
@@ -270,12 +270,12 @@ def ssd_replay_kernel(
                 else:
                     for first_k in range(0, tl.minimum(first_m + BLOCK_M, end), BLOCK_K):
                         k = first_k + tl.arange(0, BLOCK_K)
-                        B_places = in_page(pages, k, k < offset, B_page_stride, page_tokens, B_size)
+                        B_places = places(table, k, k < offset, B_input_stride, block_tokens, B_size)
                         scores = scores_of(
                             C, B, B_inputs, k, B_places, offset, end, token, is_new, C_token_stride,
                             B_token_stride, state_dim, operand, BLOCK_N,
                         )  # fmt: skip
-                        x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
+                        x_places = places(table, k, k < offset, x_input_stride, block_tokens, x_size)
                         acc = add_inputs(
                             acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
                             kept_dt, dt_of_head, offset, length, rate, before, x_token_stride,
@@ -288,14 +288,14 @@ def ssd_replay_kernel(
                 tl.store(out, acc.to(y.dtype.element_ty), mask=inside)
 
                 # What other programs read of the inputs lies before `offset`.
-                x_places = in_page(pages, m, is_new, x_page_stride, page_tokens, x_size)
+                x_places = places(table, m, is_new, x_input_stride, block_tokens, x_size)
                 tl.store(x_kept[None, :] + x_places[:, None], skipped, mask=inside)
                 if first_p == 0:
                     tl.store(kept_dt + m, step_m, mask=is_new)
                     tl.store(kept_dt + log_offset + m, decay_m, mask=is_new)
 
             if (first_p == 0) & (first_head % heads_of_group == 0):
-                B_places = in_page(pages, m, is_new, B_page_stride, page_tokens, B_size)
+                B_places = places(table, m, is_new, B_input_stride, block_tokens, B_size)
                 for first_n in tl.static_range(0, state_dim, BLOCK_N):
                     n = first_n + tl.arange(0, BLOCK_N)
                     mask = is_new[:, None] & (n < state_dim)[None, :]
@@ -330,13 +330,13 @@ def ssd_replay_kernel(
                             dt_inputs + head * chunk_size, dt_of_head, k, offset, length, rate, before,
                             dt_token_stride, tokens, log_offset,
                         )  # fmt: skip
-                        x_places = in_page(pages, k, k < offset, x_page_stride, page_tokens, x_size)
+                        x_places = places(table, k, k < offset, x_input_stride, block_tokens, x_size)
                         x_k = tokens_of(
                             x_inputs + head * head_dim + state_p, x + head * x_head_stride + state_p, k,
                             offset, x_places, x_token_stride,
                         )  # fmt: skip
                         values = load_tile(x_k, k < end, state_p < head_dim)
-                        B_places = in_page(pages, k, k < offset, B_page_stride, page_tokens, B_size)
+                        B_places = places(table, k, k < offset, B_input_stride, block_tokens, B_size)
                         B_k = tokens_of(B_inputs + state_n, B + state_n, k, offset, B_places, B_token_stride)
                         keys = load_tile(B_k, k < end, state_n < state_dim)
                         update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
@@ -356,7 +356,7 @@ def keep_ssd_inputs(
     check_last_stride(x=x, B=B)
     check_slots(x_inputs=inputs.x, B_inputs=inputs.B, dt_inputs=inputs.dt)
     input_rows, starts, query_start_loc, _ = rows
-    table = page_table(rows)
+    table = input_table(rows)
     keep_tails_kernel[(chunk_size, input_rows.shape[0])](
         x, B, inputs.x, inputs.B, input_rows, table, starts, query_start_loc,
         *x.stride()[:2], *B.stride()[:2], inputs.x.stride(0), inputs.B.stride(0),
@@ -409,15 +409,15 @@ def _copy_token(inputs, kept, head_stride, HEADS: tl.constexpr, SIZE: tl.constex
 @triton.jit
 def keep_tails_kernel(
     # Pointers
-    first, second, first_kept, second_kept, input_rows, pages, tail_starts, query_start_loc,
+    first, second, first_kept, second_kept, input_rows, input_blocks, tail_starts, query_start_loc,
     # Strides
     first_token_stride: tl.int64, first_head_stride: tl.int64,
     second_token_stride: tl.int64, second_head_stride: tl.int64,
-    first_page_stride: tl.int64, second_page_stride: tl.int64,
+    first_input_stride: tl.int64, second_input_stride: tl.int64,
     # Dimensions
     first_heads: tl.constexpr, first_size: tl.constexpr,
     second_heads: tl.constexpr, second_size: tl.constexpr,
-    page_tokens: tl.constexpr, num_pages: tl.constexpr,
+    block_tokens: tl.constexpr, num_input_blocks: tl.constexpr,
     # Meta-parameters
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -429,9 +429,9 @@ def keep_tails_kernel(
     if (input_row >= 0) & (token < tl.load(query_start_loc + row + 1)):
         first += token * first_token_stride
         second += token * second_token_stride
-        page = tl.load(pages + row * num_pages + offset // page_tokens).to(tl.int64)
-        offset %= page_tokens
-        first_kept += page * first_page_stride + offset * (first_heads * first_size)
-        second_kept += page * second_page_stride + offset * (second_heads * second_size)
+        input_block = tl.load(input_blocks + row * num_input_blocks + offset // block_tokens).to(tl.int64)
+        offset %= block_tokens
+        first_kept += input_block * first_input_stride + offset * (first_heads * first_size)
+        second_kept += input_block * second_input_stride + offset * (second_heads * second_size)
         _copy_token(first, first_kept, first_head_stride, first_heads, first_size, BLOCK)
         _copy_token(second, second_kept, second_head_stride, second_heads, second_size, BLOCK)

@@ -85,8 +85,8 @@ class ReplayRows(NamedTuple):
     """Decode rows of a decode by replay, each with at most T new tokens, all in one chunk.
 
     Outputs of tokens after `lengths` are unspecified. A convolution reads no source, and stores the window
-    after a row in its destination. No destinations: `complete_delta_chunks` follows. No pages: `input_rows`
-    name pages of whole chunks. The last page may have room for more tokens than the chunk.
+    after a row in its destination. No destinations: `complete_delta_chunks` follows. No input blocks:
+    `input_rows` name whole chunks. The last block may have room for more tokens than the chunk.
     """
 
     input_rows: Tensor  # [rows] each row's place in pools [requests, ...]; -1: padding
@@ -95,7 +95,7 @@ class ReplayRows(NamedTuple):
     sources: Tensor  # [rows] slot of the state at the last grid point; -1: zeros
     destinations: Tensor | None  # [rows] slot for the state at the next one; -1: not reached
     chunk_size: int  # grid points are its multiples
-    pages: Tensor | None = None  # [rows, pages of a chunk] in order, of pools [pages, tokens, ...]
+    input_blocks: Tensor | None = None  # [rows, blocks of a chunk] in order, of pools [blocks, tokens, ...]
 
 
 class TailRows(NamedTuple):
@@ -104,9 +104,9 @@ class TailRows(NamedTuple):
     input_rows: Tensor  # as in `ReplayRows`
     starts: Tensor  # [rows] the packed token that begins the tail; the row's end where there is none
     query_start_loc: Tensor  # [rows + 1] where each row's tokens start; trailing total
-    pages: Tensor | None = None  # as in `ReplayRows`
+    input_blocks: Tensor | None = None  # as in `ReplayRows`
 
 
-def page_table(rows: ReplayRows | TailRows) -> Tensor:
-    """[rows, pages of a chunk], dense; without pages `input_rows`, as pages of a whole chunk each."""
-    return (rows.input_rows[:, None] if rows.pages is None else rows.pages).contiguous()
+def input_table(rows: ReplayRows | TailRows) -> Tensor:
+    """[rows, input blocks of a chunk], dense. None: `input_rows`, each of which holds a whole chunk."""
+    return (rows.input_rows[:, None] if rows.input_blocks is None else rows.input_blocks).contiguous()

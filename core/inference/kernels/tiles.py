@@ -1,4 +1,4 @@
-"""What several families of kernels do: load a tile, find a page, see if a row names a state."""
+"""What several families of kernels do: load a tile, find an input, see if a row names a state."""
 
 import triton
 import triton.language as tl
@@ -11,13 +11,13 @@ def load_tile(pointers, rows, columns):
 
 
 @triton.jit
-def in_page(pages, token, mask, page_stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """Where tokens of a chunk begin in a pool of pages, each TOKENS tokens of SIZE numbers.
+def places(table, token, mask, stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """Where tokens of a chunk begin in a pool of input blocks, each TOKENS tokens of SIZE numbers.
 
-    `pages`: the row's part of the page table.
+    `table`: the row's input blocks.
     """
-    page = tl.load(pages + token // TOKENS, mask=mask, other=0).to(tl.int64)
-    return page * page_stride + token % TOKENS * SIZE
+    block = tl.load(table + token // TOKENS, mask=mask, other=0).to(tl.int64)
+    return block * stride + token % TOKENS * SIZE
 
 
 @triton.jit

@@ -313,7 +313,7 @@ class IndicesChecked:
         if inputs.replay is not None:
             most |= {
                 "replay.input_rows": self._context.config.max_requests,
-                "replay.pages": blocks,
+                "replay.input_blocks": blocks,
                 "replay.destinations": slots,
             }
         for name, size in most.items():

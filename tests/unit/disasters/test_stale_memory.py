@@ -54,9 +54,13 @@ class FreedBytesAreOnes:
             _fill_others(memory.state_pool.memory, 0, states)
             _fill_others(memory.durable_pool.memory, 0, committed)
         blocks = context.prefix_cache.kv_blocks
-        held = [block for allocation in allocations for block in (*allocation.path.blocks, *allocation.pages)]
+        held = [
+            block
+            for allocation in allocations
+            for block in (*allocation.path.blocks, *allocation.input_blocks)
+        ]
         _fill_others(memory.kv_cache, 2, [*held, *blocks.tree.block_of_hash.values()])
-        for inputs in (memory.input_pool[name] for name in memory.row_inputs):
+        for inputs in (memory.input_pool[name] for name in memory.shapes_in_rows):
             _fill_others(inputs, 1, [allocation.row for allocation in allocations])
 
 

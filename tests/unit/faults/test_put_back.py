@@ -226,7 +226,7 @@ FAULTS = {
         "fault_16",
         (
             (
-                CONTEXTS + "planned_states.py",
+                CONTEXTS + "hosts/step_plan.py",
                 "self.end_blocks[row] = block_at.get(stop, -1)",
                 "self.end_blocks[row] = -1",
             ),

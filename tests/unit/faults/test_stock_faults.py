@@ -15,7 +15,7 @@ from weakref import ref
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.planned_states import WrittenStates
+from mambaslots.inference.contexts.hosts.step_plan import WrittenStates
 from mambaslots.inference.kernels import state_copy
 from mambaslots.mcore.slot_allocator import HostSlotAllocator, Settings
 from oracle.context_driver import BLOCK, make_context, make_request, prefill, run, schedule

@@ -132,7 +132,7 @@ def padding(shape: StepShape) -> StepShape:
         prefills=prefills,
         prefill_tokens=tokens,
         max_query_tokens=tokens,
-        table_blocks=shape.table_blocks + 1,
+        block_columns=shape.block_columns + 1,
         kv_writes=decodes + tokens,
         chunks=shape.chunks + (4 if shape.prefills else 0),
         checkpoints=shape.checkpoints + (2 if shape.prefills else 0),

@@ -307,7 +307,7 @@ def test_steps_that_are_padded_otherwise_are_other_decisions(monkeypatch: pytest
     def padding(blocks: int) -> Work:
         def work(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
             begin = engine.context.begin_step
-            wider = lambda shape: shape._replace(table_blocks=shape.table_blocks + blocks)  # noqa: E731
+            wider = lambda shape: shape._replace(block_columns=shape.block_columns + blocks)  # noqa: E731
             monkeypatch.setattr(engine.context, "begin_step", lambda chunks, *_: begin(chunks, wider))
             serve(engine, agreement)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.dynamic_request import GeneratedToken
+from mambaslots.params_and_results import GeneratedToken
 from mambaslots.serve.answer_text import AnswerText, AnswerToken, Piece, StopStrings
 from mambaslots.text import ByteTokenizer, TextCodec
 from oracle.stops import cut_by_force, num_undecided

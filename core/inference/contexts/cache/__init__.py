@@ -1,4 +1,4 @@
-"""What is cached, where, and held by which sequence: numbers and token ids; a host adds the tensors.
+"""What is cached, where, and held by which sequence: numbers and token ids. Imports no torch and no kernel.
 
 A sequence calls `PrefixCache`, whose docstring lists the calls in their order. It works with two indexes, of
 blocks and of states, and with the pool of each:
@@ -14,7 +14,7 @@ paths                a sequence: what it holds, what its next step computes, whi
 checkpoint_plan      which boundaries a step stores; imports no other part
 pins                 prefixes that stay until they are unpinned
 block_tree           the index of blocks: who holds and who continues them, which go next, which are gone
-cached_states        the index of states: slots, hashes, uses; what of a sequence is cached, and why no more
+cached_states        the index of states: slots, hashes, uses; the match of a sequence, and its reasons
 kv_block_allocator   KV blocks: the free list, eviction; checks the arguments of a host
 free_blocks          the free list of blocks in a memory of units
 state_slots          slots: free, reserved, committed, live; pins; which states are evicted or fetched

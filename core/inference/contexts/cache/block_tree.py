@@ -26,6 +26,10 @@ class GhostList:
         self._old: dict[int, int] = {}  # cleared when the young one has `capacity` hashes
         self.num_lapses = 0  # how often that was
 
+    def grow(self, capacity: int) -> None:
+        """Remember at least so many hashes."""
+        self.capacity = max(self.capacity, capacity)
+
     def add_all(self, hashes: Collection[int], kind: GhostKind) -> None:
         young, old, bit = self._young, self._old, _BITS[kind]
         others = ~_STATES if bit & _STATES else -1
@@ -74,14 +78,16 @@ LeafEntry = tuple[bool, int, int]
 class LeafOrder:
     """The order of eviction of leaves, cached blocks that none continues: stateless ones, then by use."""
 
-    def __init__(
-        self, timestamps: list[int], holds_state: Callable[[int], bool] = lambda block: False
-    ) -> None:
-        """`timestamps`: each block's last use; `holds_state(block)`: whether a prompt can resume there."""
+    def __init__(self, timestamps: list[int]) -> None:
+        """`timestamps`: each block's last use."""
         self.timestamps = timestamps
-        self.holds_state = holds_state
+        self.connect(lambda block: False)
         self._heap: list[LeafEntry] = []
         self._entry_of: dict[int, LeafEntry] = {}  # an entry of the heap counts while it is here
+
+    def connect(self, holds_state: Callable[[int], bool]) -> None:
+        """Order leaves by `holds_state(block)` from now on: whether a prompt can resume there."""
+        self.holds_state = holds_state
 
     @property
     def blocks(self) -> KeysView[int]:
@@ -384,9 +390,7 @@ class BlockTree:
         for counts, blocks in ((self.num_children, registered), (self._num_held_children, registered & held)):
             counted = Counter(self.parents[block] for block in blocks)
             assert counts == [counted[b] for b in range(self._origin + 1)], "a count of children is off"
-            assert counted.keys() <= registered | {self._origin}, (
-                "a registered block's parent is not registered"
-            )
+            assert counted.keys() <= registered | {self._origin}, "a block's parent is not registered"
         for block in registered:
             parent = self.parents[block]
             older = parent == self._origin or self._serials[parent] <= self._serials[block]

@@ -1,4 +1,4 @@
-"""The index of cached states, and what of a sequence is cached."""
+"""The index of cached states, and the match: what of a sequence is cached, and why no more."""
 
 from bisect import bisect_left
 from collections import deque
@@ -38,7 +38,7 @@ class CachedStates:
         self.offloaded_hashes: HostTier | frozenset[int] = frozenset() if tier is None else tier
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
         self.block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
-        self.resumed_slots: set[int] = set()  # slots from which a request resumed since their commit
+        self.used_slots: set[int] = set()  # slots from which a request resumed since their commit
         self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.version = 0  # counts changes of what a hash finds, and never falls
         self._changed = deque[int](maxlen=_MAX_CHANGES)  # the hashes of the last changes
@@ -48,7 +48,7 @@ class CachedStates:
         self._last_used_ns = [0] * num_slots
         self._clock = clock
         self._latest_ns = 0  # no two changes happen at one time, also where the clock stands
-        tree.leaves.holds_state = self.holds_state
+        tree.leaves.connect(self.holds_state)
 
     # ---- lookup
 
@@ -106,7 +106,7 @@ class CachedStates:
         """A request resumed from this slot, or an import brought its state again."""
         self.policy.use(slot)
         self._last_used_ns[slot] = self._now_ns()
-        self.resumed_slots.add(slot)
+        self.used_slots.add(slot)
 
     def remove(self, blocks: Sequence[int], cause: StateRemovalCause) -> list[int]:
         """Remove the states of these blocks, as far as they have one; returns the slots of these states."""
@@ -126,9 +126,9 @@ class CachedStates:
         if slots and cause in EVICTIONS:
             last_used_ns, now_ns = self._last_used_ns, max(self._latest_ns, self._clock())
             turnover.count_ages(now_ns, [last_used_ns[slot] for slot in slots])
-            turnover.num_unused += sum(slot not in self.resumed_slots for slot in slots)
-        if self.resumed_slots:
-            self.resumed_slots.difference_update(slots)
+            turnover.num_unused += sum(slot not in self.used_slots for slot in slots)
+        if self.used_slots:
+            self.used_slots.difference_update(slots)
         self.tree.leaves.reorder(removed)
         self.policy.remove(slots, cause in EVICTIONS)
         return slots
@@ -140,7 +140,7 @@ class CachedStates:
         self._changed.clear()  # there are too many changes to list
         self.block_of_hash.clear()
         self.slot_of_block.clear()
-        self.resumed_slots.clear()
+        self.used_slots.clear()
         self.tree.ghosts.clear()
         self.turnover.by_cause["reset"] += num_removed
         self.policy.clear()
@@ -181,7 +181,7 @@ class CachedStates:
         assert len(slots) == len(self.slot_of_block), "two blocks share a slot"
         assert all(self._block_of_slot[slot] == slots[slot] for slot in slots), "a slot's block is another"
         assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
-        assert self.resumed_slots <= slots.keys(), "a slot without a state counts as used"
+        assert self.used_slots <= slots.keys(), "a slot without a state counts as used"
         hashes = {
             prefix_hash: block for slot, block in slots.items() if (prefix_hash := self._hash_of_slot[slot])
         }

@@ -1,4 +1,4 @@
-"""Chained hashes of token blocks, and the roots of chains."""
+"""Chained hashes of token blocks, and the salts that keep the chains of tenants apart."""
 
 import hashlib
 import hmac

@@ -78,7 +78,7 @@ class KVBlockAllocator:
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
-        self.unit_borrower: BlockBorrower | None = None
+        self.unit_borrower: BlockBorrower | None = None  # `connect` sets it
         self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
@@ -86,6 +86,10 @@ class KVBlockAllocator:
             BlocksByUnit(self.total_count, units.blocks_per_unit) if units else BlockStack()
         )
         self._clear_references()
+
+    def connect(self, unit_borrower: BlockBorrower) -> None:
+        """Move units of a shared memory by this borrower from now on."""
+        self.unit_borrower = unit_borrower
 
     def _clear_references(self) -> None:
         self.tree.clear_references()
@@ -287,13 +291,13 @@ class KVBlockAllocator:
         self._reset_free_list()
         self._notify(list(registered.values()), list(registered))
 
-    def reset(self, *, keep_totals: bool = False) -> None:
+    def reset(self, *, keep_counts: bool = False) -> None:
         """Remove every reference and prefix, without calling observers: the caller resets them, too.
 
-        `keep_totals`: whether the counts of what entered and was removed stay.
+        `keep_counts`: whether the counts of what entered and was removed stay.
         """
         self.tree.clear()
-        if not keep_totals:
+        if not keep_counts:
             self.tree.turnover.clear()
         self._clear_references()
 

@@ -146,7 +146,7 @@ class MemoryUnits:
         self.num_kv_units = division.num_kv_units
         self.num_spare_units = division.slots_per_request + 2  # live slots, the state resumed, one more
         self._first_slot = division.num_fixed_slots
-        self.holds_states = [unit >= division.first_state_unit for unit in range(division.num_units)]
+        self.for_states = [unit >= division.first_state_unit for unit in range(division.num_units)]
 
     def slots_of(self, unit: int) -> range:
         first = self._first_slot + unit * self.slots_per_unit
@@ -171,21 +171,21 @@ class MemoryUnits:
     @property
     def num_lent_slots(self) -> int:
         """How many slots' memory holds KV; O(units)."""
-        return (self.num_units - sum(self.holds_states)) * self.slots_per_unit
+        return (self.num_units - sum(self.for_states)) * self.slots_per_unit
 
     @property
     def lent_blocks(self) -> list[int]:
         """Blocks whose memory holds states; O(blocks)."""
-        state_units = compress(range(self.num_units), self.holds_states)
+        state_units = compress(range(self.num_units), self.for_states)
         return [block for unit in state_units for block in self.blocks_of(unit)]
 
     @property
     def lent_slots(self) -> list[int]:
         """Slots whose memory holds KV; O(slots)."""
-        kv_units = (unit for unit in range(self.num_units) if not self.holds_states[unit])
+        kv_units = (unit for unit in range(self.num_units) if not self.for_states[unit])
         return [slot for unit in kv_units for slot in self.slots_of(unit)]
 
     @property
     def num_lent_blocks(self) -> int:
         """Blocks whose memory holds states; O(units)."""
-        return sum(self.holds_states) * self.blocks_per_unit
+        return sum(self.for_states) * self.blocks_per_unit

@@ -90,7 +90,7 @@ class Turnover[Cause: str]:
         """Set all counts to 0."""
         self.by_cause: dict[Cause, int] = dict.fromkeys(self._causes, 0)
         self.num_entered = self.num_unused = self.num_refused = 0  # the last two count states only
-        self._age_counts = [0] * (len(_BOUNDS_NS) + 1)
+        self._num_by_age = [0] * (len(_BOUNDS_NS) + 1)
         self._age_sum_ns = 0
         self._recent_ns.clear()
 
@@ -102,13 +102,13 @@ class Turnover[Cause: str]:
     def ages(self) -> AgeCounts:
         """The ages of the evicted states. Any thread may read it."""
         recent = tuple(age / NANOSECONDS for age in self._recent_ns.copy())
-        return AgeCounts(tuple(self._age_counts), self._age_sum_ns / NANOSECONDS, recent)
+        return AgeCounts(tuple(self._num_by_age), self._age_sum_ns / NANOSECONDS, recent)
 
     def count_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
         """Count the ages of evicted states."""
         for used, number in Counter(last_used_ns).items():  # most were used together
             age = now_ns - used
-            self._age_counts[bisect_left(_BOUNDS_NS, age)] += number
+            self._num_by_age[bisect_left(_BOUNDS_NS, age)] += number
             self._age_sum_ns += age * number
             self._recent_ns.extend([age] * number)
 
@@ -124,7 +124,7 @@ class Turnover[Cause: str]:
         """Raise AssertionError unless `num_present` entries can be there; `what` names them."""
         assert self.num_entered - self.num_removed == num_present, f"the count of removed {what} is off"
         evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
-        assert sum(self._age_counts) <= evicted, f"the count of ages of {what} is off"
+        assert sum(self._num_by_age) <= evicted, f"the count of ages of {what} is off"
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"
 
 

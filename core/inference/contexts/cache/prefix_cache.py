@@ -153,11 +153,11 @@ class PrefixCache:
         return path
 
     def can_hold(
-        self, num_blocks: int, match: PrefixMatch, path: CachedPath | None, num_pages: int = 0
+        self, num_blocks: int, match: PrefixMatch, path: CachedPath | None, num_other: int = 0
     ) -> bool:
         """Whether a path (None: a new one) could hold a match's blocks, and grow to `num_blocks` blocks.
 
-        `num_pages`: blocks that the sequence needs besides.
+        `num_other`: blocks that the sequence needs besides.
         """
         num_own, num_registered = (len(path.blocks), path.num_registered) if path is not None else (0, 0)
         shared = match.blocks[num_registered:]
@@ -165,7 +165,7 @@ class PrefixCache:
         pinned = (match.resume_slot,) if match.resume_slot >= 0 else ()
         references = self.tree.references
         num_held = bisect_left(shared, True, key=lambda block: not references[block])  # held ones come first
-        return self.kv_blocks.is_memory_available(num_missing + num_pages, len(shared) - num_held, pinned)
+        return self.kv_blocks.is_memory_available(num_missing + num_other, len(shared) - num_held, pinned)
 
     def hold(self, path: CachedPath, match: PrefixMatch) -> None:
         """Put a match's registered blocks in the place of the path's unregistered ones.
@@ -350,20 +350,20 @@ class PrefixCache:
         self.reservations.clear()
         self.kv_blocks.deregister_all()
 
-    def reset(self, *, keep_totals: bool = False) -> None:
+    def reset(self, *, keep_counts: bool = False) -> None:
         """Empty the cache, references and live slots included; also where the cache is inconsistent.
 
-        `keep_totals`: whether the counts of what entered and was removed stay; the rest counts as "reset".
+        `keep_counts`: whether the counts of what entered and was removed stay; the rest counts as "reset".
         """
         self.pins.clear()
         if self.tier is not None:
-            self.tier.clear(totals=not keep_totals)
-        self.slots.clear(totals=not keep_totals, live=True)
+            self.tier.clear(keep_counts=keep_counts)
+        self.slots.clear(keep_counts=keep_counts, live=True)
         self.reservations.clear()
         try:
             self.kv_blocks.deregister_all()  # calls observers
         finally:
-            self.kv_blocks.reset(keep_totals=keep_totals)
+            self.kv_blocks.reset(keep_counts=keep_counts)
         self.cached_states.turnover.repair(len(self.cached_states.slot_of_block))
         self.tree.turnover.repair(len(self.tree.block_of_hash))
 
@@ -399,21 +399,21 @@ class PrefixCache:
         )
 
     def check_integrity(
-        self, paths: Iterable[CachedPath], during_step: bool = False, pages: Iterable[int] = ()
+        self, paths: Iterable[CachedPath], during_step: bool = False, other_blocks: Iterable[int] = ()
     ) -> None:
         """Raise AssertionError where the parts contradict each other or the paths; O(pools).
 
         Args:
             paths: all open paths.
             during_step: whether slots may be reserved now.
-            pages: blocks that sequences hold besides their paths, in `kv_blocks`.
+            other_blocks: blocks that sequences hold besides their paths, in `kv_blocks`.
         """
         references, pins = self.pins.block_references.copy(), self.pins.slot_pins
         for path in paths:
             path.check_integrity()
             references.update(path.blocks)
             pins.update([path.state_slot] if path.state_slot >= 0 else [])
-        references.update(pages)
+        references.update(other_blocks)
         self.kv_blocks.check_integrity()
         self.slots.check_integrity()
         self.reservations.check_integrity()

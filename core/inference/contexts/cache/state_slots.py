@@ -50,7 +50,7 @@ class StateSlots:
         self.reserved: dict[int, int] = {}  # slot -> its block, or -1 once that is evicted
         self.pins: dict[int, int] = {}  # slot -> how often it is pinned
         num_ghosts = max(8 * num_slots, num_kv_blocks) if num_slots else 0
-        tree.ghosts.capacity = max(tree.ghosts.capacity, num_ghosts)
+        tree.ghosts.grow(num_ghosts)
         if isinstance(policy, str):
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
@@ -257,7 +257,7 @@ class StateSlots:
         """Remove the owner's newest decode state that rolls; one that a request has resumed from stays."""
         block = owner.rolling_block
         slot = self.cached_states.slot_of(block)
-        if slot < 0 or slot in self.cached_states.resumed_slots or self.remove_unpinned(block, "rolled"):
+        if slot < 0 or slot in self.cached_states.used_slots or self.remove_unpinned(block, "rolled"):
             owner.rolling_block = -1
 
     def remove_rolling_states(self, owners: Iterable[RollingOwner], num_slots: int) -> None:
@@ -291,8 +291,8 @@ class StateSlots:
             self.cached_states.mark_changed(hashes)
             self._tier.remove(hashes)
 
-    def clear(self, totals: bool = False, live: bool = False) -> None:
-        """Remove every state, reservation, pin and ghost; also `totals`, and `live` slots become free."""
+    def clear(self, *, keep_counts: bool = True, live: bool = False) -> None:
+        """Remove every state, reservation, pin and ghost; with `live`, live slots become free, too."""
         if live:
             self.live_slots.clear()
         # No state may be findable once its slot is free: the index goes first, the free list comes last.
@@ -301,7 +301,7 @@ class StateSlots:
         self.pins.clear()
         self.free_slots = self._unused_slots()
         self._dirty.add(self.free_slots)
-        if totals:
+        if not keep_counts:
             self.cached_states.turnover.clear()
 
     # ---- memory that slots share with KV blocks
@@ -361,9 +361,7 @@ class StateSlots:
         assert len(free) == len(self.free_slots), "a slot is free twice"
         assert free.isdisjoint(committed | reserved), "a slot is free and in use"
         assert committed.isdisjoint(reserved), "a slot is committed and reserved"
-        assert self.live_slots.isdisjoint(free | reserved | committed), (
-            "a live slot is free, reserved or committed"
-        )
+        assert self.live_slots.isdisjoint(free | reserved | committed), "a live slot is in another state"
         assert lent.isdisjoint(free | reserved | committed), "a slot is in use whose memory holds KV"
         num_owned = len(free) + len(reserved) + len(committed) + len(self.live_slots) + len(lent)
         assert num_owned == self.num_slots, "a slot is nowhere"

@@ -129,7 +129,7 @@ class HostTier:
         self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
         self.min_tokens = max(1, state_bytes // HOST_BYTES_PER_TOKEN)  # that a fetch must save
         self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_PER_TOKEN)
-        self._totals: Counter[str] = Counter()  # by the name that `TierStats` has for them
+        self._counts: Counter[str] = Counter()  # by the name that `TierStats` has for them
         self._has_failed = False
         self._lost: list[int] = []  # hashes whose last copy is gone since `take_lost`
         self._agree = agree
@@ -144,7 +144,7 @@ class HostTier:
         return iter(dict.fromkeys((*self.host.entries, *self.files.entries)))
 
     def stats(self) -> TierStats:
-        return TierStats(len(self.host), len(self.files), **self._totals)
+        return TierStats(len(self.host), len(self.files), **self._counts)
 
     # ---- out
 
@@ -227,11 +227,11 @@ class HostTier:
         self.pin(None)
         if not self._agree(good):
             self.remove([prefix_hash])
-            self._totals["num_copies_damaged" if exists else "num_copies_not_written"] += 1
+            self._counts["num_copies_damaged" if exists else "num_copies_not_written"] += 1
             self._lost.append(prefix_hash)
             return False
-        self._totals["num_states_fetched"] += 1
-        self._totals["num_states_fetched_from_disk"] += from_file
+        self._counts["num_states_fetched"] += 1
+        self._counts["num_states_fetched_from_disk"] += from_file
         return True
 
     def _load(self, prefix_hash: int) -> bool:
@@ -254,13 +254,13 @@ class HostTier:
         if gone:
             self.copies.delete(gone)
 
-    def clear(self, totals: bool = False) -> None:
-        """Remove every copy; with `totals` also the counts."""
+    def clear(self, *, keep_counts: bool = True) -> None:
+        """Remove every copy."""
         had_files = len(self.files) > 0
         self.host.clear()
         self.files.clear()
-        if totals:
-            self._totals.clear()
+        if not keep_counts:
+            self._counts.clear()
         if had_files:
             self.copies.delete(None)
 

@@ -1,4 +1,4 @@
-"""Units of one memory change sides between states and KV blocks."""
+"""Moves units of one memory between states and KV blocks, as one side needs more."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class UnitBorrower:
         self._slots = slots
         self._clock_hand = 0  # the unit at which the next look begins
         self._cleaner = cleaner
-        kv_blocks.unit_borrower = self
+        kv_blocks.connect(self)
 
     # ---- states need memory
 
@@ -66,7 +66,7 @@ class UnitBorrower:
         first, count = units.num_kv_units, units.num_units - units.num_kv_units
         for step in range(min(count, MAX_LOOKS)):
             unit = first + (self._clock_hand + step) % count
-            if units.holds_states[unit] or (leaves := self._leaves_of(unit)) is None:
+            if units.for_states[unit] or (leaves := self._leaves_of(unit)) is None:
                 continue
             slots = [cached_states.slot_of(block) for block in leaves if cached_states.holds_state(block)]
             if -1 in slots or not self._slots.pins.keys().isdisjoint(slots):
@@ -97,7 +97,7 @@ class UnitBorrower:
         self._kv_blocks.tree.set_references(blocks, 1)
         self._cleaner.blocks.remove(blocks)
         self._free_list.allocate_unit(unit)
-        self.units.holds_states[unit] = True
+        self.units.for_states[unit] = True
         self._slots.take_back(self.units.slots_of(unit))
 
     # ---- KV needs memory
@@ -106,7 +106,7 @@ class UnitBorrower:
         """How many blocks `borrow_blocks` could add; `pinned`: by a request that needs spare units."""
         units, slots = self.units, self._slots
         fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live_slots, *(pinned or ())])
-        movable = sum(held and unit not in fixed for unit, held in enumerate(units.holds_states))
+        movable = sum(held and unit not in fixed for unit, held in enumerate(units.for_states))
         num_spare = units.num_spare_units if pinned is not None else 0
         number = min(movable, self._num_units_that_may_go) - num_spare
         return max(0, number) * units.blocks_per_unit
@@ -114,7 +114,7 @@ class UnitBorrower:
     @property
     def _num_units_that_may_go(self) -> int:
         """Of the units that hold states, those that neither pins nor the live slots of idle rows need."""
-        return sum(self.units.holds_states) - self.units.num_units_for_pins(self._slots.pins)
+        return sum(self.units.for_states) - self.units.num_units_for_pins(self._slots.pins)
 
     def borrow_blocks(self, num_blocks: int) -> None:
         """Add blocks until so many are free: stateless ones go first, then free slots, then states."""
@@ -139,7 +139,7 @@ class UnitBorrower:
     def _give_to_kv(self, unit: int) -> None:
         self._cleaner.move_unit(unit, self.units.slots_of(unit), self._cleaner.slots)
         self._slots.lend(self.units.slots_of(unit))
-        self.units.holds_states[unit] = False
+        self.units.for_states[unit] = False
         blocks = self.units.blocks_of(unit)
         self._kv_blocks.tree.set_references(blocks, 0)
         self._free_list.extend(reversed(blocks))
@@ -148,4 +148,4 @@ class UnitBorrower:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a unit that always holds KV holds states."""
-        assert not any(self.units.holds_states[: self.units.num_kv_units]), "KV has too few units"
+        assert not any(self.units.for_states[: self.units.num_kv_units]), "KV has too few units"

@@ -1,4 +1,4 @@
-"""The state goes whose loss is expected to cost the fewest recomputed blocks."""
+"""The default policy: evicts the state whose loss is expected to cost the fewest recomputed blocks."""
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -25,10 +25,10 @@ def write_states(states: Tensor, destinations: Tensor, values: Tensor) -> None:
     states[destinations] = values.to(states.dtype)
 
 
-def places(pool: Tensor, pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """The index of tokens [start, stop) of a chunk in a pool [pages, tokens of one, ...]."""
-    tokens = torch.arange(start, stop, device=pages.device)
-    return pages[tokens // pool.shape[1]].long(), tokens % pool.shape[1]
+def places(pool: Tensor, input_blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """The index of tokens [start, stop) of a chunk in a pool [input blocks, tokens of one, ...]."""
+    tokens = torch.arange(start, stop, device=input_blocks.device)
+    return input_blocks[tokens // pool.shape[1]].long(), tokens % pool.shape[1]
 
 
 class PaddedChunks:

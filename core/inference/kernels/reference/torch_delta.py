@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..operands import DeltaInputs, RawTokens, compute_dtype
-from ..step_rows import ReplayRows, ScanRows, TailRows, page_table
+from ..step_rows import ReplayRows, ScanRows, TailRows, input_table
 from .torch_chunks import PaddedChunks, pass_states, places, read_states, write_states
 from .torch_conv import causal_conv1d_replay
 from .torch_pointwise import delta_gates
@@ -129,7 +129,7 @@ def gated_delta_rule_replay(
         made = delta_gates(a, b, net.A_log, net.dt_bias, doubled=net.doubled)
         g, beta = (torch.unflatten(x, 0, (num_rows, tokens)) for x in made)
     dtype, device = compute_dtype(v.dtype), v.device
-    token, input_rows, pages = torch.arange(tokens, device=device), rows.input_rows, page_table(rows)
+    token, input_rows, input_blocks = torch.arange(tokens, device=device), rows.input_rows, input_table(rows)
     firsts = rows.starts.long() % rows.chunk_size
     lengths = rows.lengths.long().masked_fill(input_rows < 0, 0)
     row, new = (token < lengths[:, None]).nonzero(as_tuple=True)
@@ -137,8 +137,8 @@ def gated_delta_rule_replay(
     for pool, step in zip(inputs, (kept_keys, v, g, beta), strict=False):
         assert pool is not None
         of_new, size = firsts[row] + new, pool.shape[1]
-        page = pages[row, of_new // size] if pool.dim() == 4 else input_rows[row]
-        pool[page, of_new % size] = step[row, new].to(pool.dtype)
+        input_block = input_blocks[row, of_new // size] if pool.dim() == 4 else input_rows[row]
+        pool[input_block, of_new % size] = step[row, new].to(pool.dtype)
 
     # A chunk's tokens after the new ones are zeros, which change no state and no output.
     ends = (firsts + lengths).masked_fill(input_rows < 0, 0)
@@ -146,7 +146,7 @@ def gated_delta_rule_replay(
     real = (chunk < ends[:, None])[..., None]
     own = input_rows.clamp(min=0)
     keys, values = (
-        pool[pages.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
+        pool[input_blocks.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
         .masked_fill(~real[..., None], 0)
         for pool in (inputs.k, inputs.v)
     )  # fmt: skip
@@ -186,7 +186,7 @@ def keep_delta_inputs(
     """Store the inputs of each prefill row's tail, the tokens after its last grid point."""
     keys = normalised(k.to(compute_dtype(v.dtype)))
     indices = (index.tolist() for index in (rows.input_rows, rows.starts, rows.query_start_loc[1:]))
-    for row, input_row, first, end in zip(page_table(rows), *indices, strict=True):
+    for row, input_row, first, end in zip(input_table(rows), *indices, strict=True):
         if input_row >= 0 and end > first:
             of_tail = places(inputs.k, row, 0, end - first)
             for pool, packed in ((inputs.k, keys), (inputs.v, v)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..operands import SsdInputs, compute_dtype
-from ..step_rows import ReplayRows, ScanRows, TailRows, page_table
+from ..step_rows import ReplayRows, ScanRows, TailRows, input_table
 from .torch_chunks import PaddedChunks, pass_states, places, read_states, rounded, write_states
 
 
@@ -94,7 +94,7 @@ def ssd_replay(
     dtype = compute_dtype(x.dtype)
     heads_a_group = x.shape[2] // B.shape[2]
     y = torch.zeros_like(x, dtype=dtype)
-    pages = page_table(rows)
+    input_blocks = input_table(rows)
     assert rows.destinations is not None
     indices = (index.tolist() for index in (*rows[:4], rows.destinations))
     for row, (input_row, start, length, source, destination) in enumerate(zip(*indices, strict=True)):
@@ -102,7 +102,7 @@ def ssd_replay(
             continue
         offset = start % rows.chunk_size
         end, new = offset + length, slice(offset, offset + length)
-        of_new = places(inputs.x, pages[row], offset, end)
+        of_new = places(inputs.x, input_blocks[row], offset, end)
         inputs.x[of_new] = x[row, :length]
         inputs.B[of_new] = B[row, :length]
         before = inputs.dt[input_row, 1, :, offset - 1 : offset].to(dtype)
@@ -111,7 +111,7 @@ def ssd_replay(
         inputs.dt[input_row, :, :, new] = torch.stack([steps, sums])
 
         steps, sums = inputs.dt[input_row, :, :, :end].to(dtype)
-        of_chunk = places(inputs.x, pages[row], 0, end)
+        of_chunk = places(inputs.x, input_blocks[row], 0, end)
         scaled = inputs.x[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
         keys = inputs.B[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         queries = C[row, :length].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
@@ -134,7 +134,7 @@ def keep_ssd_inputs(
     """Store the inputs of each prefill row's tail, the tokens after its last grid point, for `ssd_replay`."""
     dtype = compute_dtype(x.dtype)
     indices = (index.tolist() for index in (rows.input_rows, rows.starts, rows.query_start_loc[1:]))
-    for row, input_row, start, end in zip(page_table(rows), *indices, strict=True):
+    for row, input_row, start, end in zip(input_table(rows), *indices, strict=True):
         if input_row < 0 or start >= end:
             continue
         count = end - start

@@ -34,7 +34,7 @@ def test_sizes_types_and_alignment(shape):
     assert tensors["token_ids"].shape == (shape.decodes * shape.decode_tokens + shape.prefill_tokens,)
     written = shape.decodes * shape.decode_tokens + shape.prefills
     assert tensors["state_destinations"].shape == (written,)
-    assert tensors["block_table"].shape == (shape.decodes + shape.prefills, shape.table_blocks)
+    assert tensors["block_table"].shape == (shape.decodes + shape.prefills, shape.block_columns)
     assert (
         tensors["chunks.query_start_loc"].shape
         == tensors["chunks.row_chunk_starts"].shape
@@ -49,7 +49,7 @@ def test_sizes_types_and_alignment(shape):
         "query_start_loc",
         "query_lengths",
         "replay.starts",
-        "replay.pages",
+        "replay.input_blocks",
     }
     assert {name for name, tensor in tensors.items() if tensor.dtype == torch.int32} == narrow
     assert all(tensor.dtype == torch.int64 for name, tensor in tensors.items() if name not in narrow)
@@ -73,10 +73,10 @@ def test_a_larger_step_is_refused():
 
 
 def test_many_shapes_do_not_fill_the_memory():
-    buffer = StepBuffer(MOST._replace(table_blocks=2000), torch.device("cpu"))
+    buffer = StepBuffer(MOST._replace(block_columns=2000), torch.device("cpu"))
     for columns in range(600):
-        buffer.arrays(MOST._replace(table_blocks=columns))
-        buffer.send(MOST._replace(table_blocks=columns))
+        buffer.arrays(MOST._replace(block_columns=columns))
+        buffer.send(MOST._replace(block_columns=columns))
     caches = [*buffer._arrays, *buffer._tensors]
     assert sum(cache.cache_info().currsize for cache in caches) <= 1024
 

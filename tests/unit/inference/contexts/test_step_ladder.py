@@ -69,7 +69,7 @@ def steps(draw: st.DrawFn, largest: StepShape, chunk_size: int) -> StepShape:
         prefills=prefills,
         prefill_tokens=tokens,
         max_query_tokens=draw(st.integers(-(-tokens // prefills), tokens)) if prefills else 0,
-        table_blocks=draw(st.integers(1, largest.table_blocks)),
+        block_columns=draw(st.integers(1, largest.block_columns)),
         kv_writes=draw(st.integers(0, decodes * width + tokens)),
         chunks=draw(st.integers(0, tokens // chunk_size + prefills)),
         checkpoints=draw(st.integers(0, tokens // chunk_size)),
@@ -108,7 +108,7 @@ class TestSteps:
         most = data.draw(st.integers(0, largest.prefill_tokens))
         buckets = GraphBuckets(
             largest.prefills,
-            largest.table_blocks,
+            largest.block_columns,
             most,
             chunk_size,
             64,

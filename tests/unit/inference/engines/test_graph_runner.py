@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.step_inputs import StepShape, chunk_grid
+from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.engines import cuda_graphs
 from mambaslots.inference.engines.cuda_graphs import GraphBuckets, GraphRunner
 from mambaslots.inference.kernels import few_rows
+from mambaslots.inference.kernels.chunk_grid import chunk_grid
 from oracle.recorded_graphs import Recorded, graphed_engine, recording
 from oracle.serving import (
     assert_answers,
@@ -22,7 +23,7 @@ from oracle.serving import (
 )
 from torch import Tensor
 
-BUCKETS = GraphBuckets(max_requests=24, table_blocks=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
+BUCKETS = GraphBuckets(max_requests=24, block_columns=11, max_prefill_tokens=100, chunk_size=4, block_size=8)
 
 
 @st.composite
@@ -40,7 +41,7 @@ def steps(draw: st.DrawFn) -> StepShape:
         prefills=len(rows),
         prefill_tokens=tokens,
         max_query_tokens=max((new for _, new in rows), default=0),
-        table_blocks=draw(st.integers(1, 11)),
+        block_columns=draw(st.integers(1, 11)),
         kv_writes=draw(st.integers(decodes, decodes + tokens)),
         chunks=len(grid.seq_idx),
         checkpoints=draw(st.integers(0, inner)),

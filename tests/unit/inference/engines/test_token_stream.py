@@ -6,8 +6,8 @@ from unittest.mock import Mock, call
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.dynamic_request import GeneratedToken
 from mambaslots.inference.engines.streams import RequestSource
+from mambaslots.params_and_results import GeneratedToken
 from oracle.serving import random_tokens, small_engine
 
 PROMPTS = [random_tokens(20, seed=1), random_tokens(33, seed=2)]

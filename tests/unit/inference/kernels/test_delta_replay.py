@@ -26,7 +26,7 @@ from oracle.budget import dear, is_quick
 from oracle.fla_stages import one_configuration
 from oracle.fresh_process import printed_by
 from oracle.gated_delta import INPUTS, LONGEST, Batch, Layer, error
-from oracle.paged_inputs import paged
+from oracle.inputs_in_blocks import in_blocks
 from oracle.replays import Move, Request, decode_steps
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, kernel_device, poisoned_allocations, same_bits
@@ -300,26 +300,26 @@ class TestBits:
         walk.run(tokens, seed=tokens)
 
     @pytest.mark.parametrize(
-        ("page_tokens", "tokens", "dtype"),
+        ("block_tokens", "tokens", "dtype"),
         [
             pytest.param(16, 1, torch.float16, marks=pytest.mark.long),  # whole chunks: see the next test
             (7, 3, torch.float16),
             (5, 2, torch.float32),
         ],
     )
-    def test_bits_of_inputs_in_pages(self, monkeypatch, device, page_tokens, tokens, dtype):
+    def test_bits_of_inputs_in_blocks(self, monkeypatch, device, block_tokens, tokens, dtype):
         """Of any number of tokens, also one that does not divide the chunk."""
         for name in ("gated_delta_rule_replay", "keep_delta_inputs"):
-            monkeypatch.setattr(delta_replay, name, paged(getattr(delta_replay, name), page_tokens))
+            monkeypatch.setattr(delta_replay, name, in_blocks(getattr(delta_replay, name), block_tokens))
         walk = Walk(Layer(Hk=1, Hv=2, dtype=dtype), device, list(self.requests[1:3]), 16, 48)
         walk.run(tokens, seed=tokens)
 
     @pytest.mark.sampled
-    @pytest.mark.parametrize("page_tokens", [16, 32, 9])
+    @pytest.mark.parametrize("block_tokens", [16, 32, 9])
     @pytest.mark.parametrize("tokens", [1, 3])
-    def test_pages_of_long_chunks_change_no_bit(self, device, page_tokens, tokens):
-        """Of four blocks; pages of whole blocks take another way than others."""
-        generator, dtype, chunk = torch.Generator().manual_seed(page_tokens), torch.float16, 64
+    def test_input_blocks_of_long_chunks_change_no_bit(self, device, block_tokens, tokens):
+        """Of four blocks; input blocks of whole blocks take another way than others."""
+        generator, dtype, chunk = torch.Generator().manual_seed(block_tokens), torch.float16, 64
 
         def drawn(*shape, dtype=dtype):
             return (torch.rand(shape, generator=generator) / 4).to(device, dtype)
@@ -338,7 +338,7 @@ class TestBits:
         found = []
         for run in (
             delta_replay.gated_delta_rule_replay,
-            paged(delta_replay.gated_delta_rule_replay, page_tokens),
+            in_blocks(delta_replay.gated_delta_rule_replay, block_tokens),
         ):
             own = [x.clone() for x in (states, *kept)]
             pool, *inputs = own
@@ -715,13 +715,13 @@ from triton.compiler import ASTSource
 
 kernel = complete_chunks_kernel
 types = dict.fromkeys(("g_inputs", "beta_inputs", "inverses", "states"), "*fp32")
-types |= dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"pages": "*i32"}
+types |= dict.fromkeys(("input_rows", "sources", "destinations"), "*i64") | {"input_blocks": "*i32"}
 types |= dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i64")
 types |= {"rows": "i32", "groups": "i32"}
 for dtype, key_dim, value_dim in (("fp16", 24, 40), ("bf16", 24, 40), ("fp16", 16, 24)):
     constants = dict(
         heads=2, heads_of_key=1, key_dim=key_dim, value_dim=value_dim, chunk_size=64,
-        page_tokens=16, ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
+        block_tokens=16, ROWS=COMPLETION_ROWS, **completion_blocks(key_dim, value_dim),
     )
     of_dtype = types | dict.fromkeys(("k_inputs", "v_inputs"), "*" + dtype)
     signature = {name: of_dtype.get(name, "constexpr") for name in kernel.arg_names}

@@ -14,7 +14,7 @@ from mambaslots.inference.kernels.ssd import ssd_chunk_scan
 from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, keep_ssd_inputs, ssd_replay
 from mambaslots.inference.kernels.step_rows import ReplayRows, TailRows
 from oracle.budget import example_or_dear
-from oracle.paged_inputs import paged
+from oracle.inputs_in_blocks import in_blocks
 from oracle.scan_rows import Row
 from oracle.ssd import DEVICES, Batch, Layer, kernel_device, poisoned_allocations, relative_error, same_bits
 from oracle.synchronisation import no_synchronisation
@@ -196,16 +196,16 @@ class TestBits:
         decode(Replay(layer, 16, device), 1, 2, 0, 36, drafts, (-1, 3), whole)
 
     @pytest.mark.parametrize(
-        ("page_tokens", "drafts"), [(8, 0), (5, 3), pytest.param(1, 2, marks=pytest.mark.long)]
+        ("block_tokens", "drafts"), [(8, 0), (5, 3), pytest.param(1, 2, marks=pytest.mark.long)]
     )
-    def test_bits_of_inputs_in_pages(self, device, page_tokens, drafts):
+    def test_bits_of_inputs_in_blocks(self, device, block_tokens, drafts):
         """Of any number of tokens, also one that does not divide the chunk."""
         layer = Layer(dtype=torch.float16)
         whole = y, states = prefill(layer, 3, 37, 16, device)
         replay = Replay(layer, 16, device)
-        replay.keep([Tokens(3, 0, 21, 1)], run=paged(keep_ssd_inputs, page_tokens))
+        replay.keep([Tokens(3, 0, 21, 1)], run=in_blocks(keep_ssd_inputs, block_tokens))
         replay.states[2] = states[1].to(device)
-        replay.step = partial(replay.step, run=paged(ssd_replay, page_tokens))
+        replay.step = partial(replay.step, run=in_blocks(ssd_replay, block_tokens))
         decode(replay, 3, 1, 21, len(y), drafts, (2, 5), whole)
 
     @few

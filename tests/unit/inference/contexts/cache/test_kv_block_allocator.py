@@ -302,7 +302,7 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
     kv = KVBlockAllocator(4)
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
-    kv.tree.leaves.holds_state = {old}.__contains__
+    kv.tree.leaves.connect({old}.__contains__)
     kv.tree.leaves.reorder([old])
     assert kv.evict_lru_blocks(2) == [young, old]
 
@@ -310,7 +310,7 @@ def test_leaves_without_a_state_go_before_older_ones_with_a_state():
 def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.tree.leaves.holds_state = states.__contains__
+    kv.tree.leaves.connect(states.__contains__)
     held = written(kv, b"", A, key=1) + written(kv, b"", B, key=2)
     states.update(held)
     for block in held:
@@ -323,7 +323,7 @@ def test_a_leaf_that_lost_its_state_goes_like_any_other_once_noted():
 def test_a_leaf_that_gained_a_state_stays_longer():
     kv = KVBlockAllocator(4)
     states = set()
-    kv.tree.leaves.holds_state = states.__contains__
+    kv.tree.leaves.connect(states.__contains__)
     (old,) = cached(kv, b"", A, key=1)
     (young,) = cached(kv, b"", B, key=2)
     states.add(old)
@@ -574,7 +574,7 @@ def lone_blocks(size):
         asked[block] += 1
         return block % 2 == 0
 
-    kv.tree.leaves.holds_state = holds_state
+    kv.tree.leaves.connect(holds_state)
     blocks = kv.allocate_memory_blocks(size)
     for block in blocks:
         kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -611,7 +611,7 @@ def test_noting_state_changes_costs_the_same_in_a_large_pool_as_in_a_small_one()
     def cost(size):
         kv = KVBlockAllocator(size)
         states = set(range(size))
-        kv.tree.leaves.holds_state = states.__contains__
+        kv.tree.leaves.connect(states.__contains__)
         blocks = kv.allocate_memory_blocks(size)
         for block in blocks:
             kv.register_chain(b"%d" % block, [block], [block + 1], [A])
@@ -645,7 +645,7 @@ class KVBlockMachine(RuleBasedStateMachine):
     @initialize(size=st.integers(1, 12))
     def start(self, size):
         self.kv = KVBlockAllocator(size)
-        self.kv.tree.leaves.holds_state = lambda block: block in self.states
+        self.kv.tree.leaves.connect(lambda block: block in self.states)
         logger.disabled = True  # one observer fails, on purpose
         self.news = []
         self.kv.observe_deregistration(lambda *news: self.news.append(news))

@@ -23,7 +23,8 @@ def pop(leaves, num_blocks, leaf_parent):
 
 
 def made(times, states=()):
-    leaves = LeafOrder(times, set(states).__contains__)
+    leaves = LeafOrder(times)
+    leaves.connect(set(states).__contains__)
     for block in range(len(times)):
         leaves.push(block)
     return leaves
@@ -39,7 +40,7 @@ def test_blocks_used_at_one_time_go_by_number():
 
 def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
     parents = {0: 5}
-    leaves = LeafOrder([1, 2, 9, 9, 9, 1], set().__contains__)
+    leaves = LeafOrder([1, 2, 9, 9, 9, 1])
     for block in (0, 1):
         leaves.push(block)
     assert pop(leaves, 2, lambda block: parents.get(block, -1)) == [0, 5]
@@ -48,7 +49,7 @@ def test_a_parent_left_as_a_leaf_can_be_the_next_to_go():
 
 
 def test_a_parent_that_was_not_taken_stays_as_a_leaf():
-    leaves = LeafOrder([1, 2], set().__contains__)
+    leaves = LeafOrder([1, 2])
     leaves.push(0)
     assert pop(leaves, 1, lambda block: 1) == [0]
     assert list(leaves.blocks) == [1]
@@ -58,7 +59,7 @@ def test_a_parent_that_was_not_taken_stays_as_a_leaf():
 def test_a_state_that_goes_moves_its_leaf_to_the_front():
     states = {0, 1}
     leaves = made([1, 2], states)
-    leaves.holds_state = states.__contains__
+    leaves.connect(states.__contains__)
     states.remove(1)
     leaves.reorder([1])
     leaves.check_integrity()
@@ -95,7 +96,8 @@ class LeafMachine(RuleBasedStateMachine):
         self.parent = [data.draw(st.integers(-1, block - 1)) for block in range(self.num_blocks)]
         self.states = set()
         self.cached = set()
-        self.leaves = LeafOrder(self.times, self.states.__contains__)
+        self.leaves = LeafOrder(self.times)
+        self.leaves.connect(self.states.__contains__)
 
     def children(self, block):
         return {other for other in self.cached if self.parent[other] == block}

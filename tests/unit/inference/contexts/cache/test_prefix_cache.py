@@ -810,9 +810,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             cache.slots.cached_states.block_of(slot) for slot in eviction_order(cache.slots)
         ] == self.states
         slots = cache.slots.cached_states.slot_of_block
-        assert {
-            block for block, slot in slots.items() if slot in cache.cached_states.resumed_slots
-        } == self.used
+        assert {block for block, slot in slots.items() if slot in cache.cached_states.used_slots} == self.used
         for sequence in self.sequences:
             assert sequence.path.blocks == sequence.blocks
             assert sequence.path.caches == sequence.caches

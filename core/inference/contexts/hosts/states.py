@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ...validation import integer
-from ..kernels.operands import ConvAndSsm
-from ..kernels.state_copy import copy_states
-from .cache.block_tree import BlockTree
+from ....validation import integer
+from ...kernels.operands import ConvAndSsm
+from ...kernels.state_copy import copy_states
+from ..cache.block_tree import BlockTree
 
 
 class HostTree(BlockTree):

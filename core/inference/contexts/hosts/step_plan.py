@@ -1,12 +1,12 @@
-"""The boundaries at which the rows of a host's step store states, and where kernels write those states."""
+"""Which states each row of a host's step stores, and where kernels write them."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .cache.checkpoint_plan import KINDS_BY_WORTH, Boundary
-from .cache.state_slots import StateSlots
+from ..cache.checkpoint_plan import KINDS_BY_WORTH, Boundary
+from ..cache.state_slots import StateSlots
 
 _MAX_OFFSETS = 3  # of a row, as megatron-core sizes its scratch
 
@@ -21,7 +21,7 @@ class WrittenStates(NamedTuple):
     hashes: list[int]  # of the inner blocks, then of the end blocks
 
 
-class PlannedStates:
+class StepPlan:
     """What each row of a step stores inside its prefill, and at the prefill's end, until it is cleared.
 
     A row is a request's place in the host's tensors. Scratch has the states inside prefills, row after row.
@@ -113,7 +113,7 @@ class PlannedStates:
         if row in self._ranks:
             self._clear_rows(slice(row, row + 1))
 
-    def clear_rows(self, rows: slice) -> None:
+    def clear_step(self, rows: slice) -> None:
         """Remove what is planned for the rows of the last step."""
         self._clear_rows(rows)
         self.has_planned = False

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.step_inputs import ChunkGrid, chunk_grid
+from mambaslots.inference.kernels.chunk_grid import ChunkGrid, chunk_grid
 
 chunk_sizes = st.integers(1, 9)
 rows = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6)

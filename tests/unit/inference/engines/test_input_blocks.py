@@ -1,4 +1,4 @@
-"""Inputs of replays in pages: KV blocks that requests take as they come to them."""
+"""Inputs of replays in KV blocks, which requests allocate as they come to them."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
-from mambaslots.inference.contexts.input_pages import InputPages, input_bytes, input_shapes
+from mambaslots.inference.contexts.input_blocks import InputBlocks, input_bytes, input_shapes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.models import hybrid_lm
 from mambaslots.state_spec import HybridStateSpec, StateTensor, gated_delta_net_states, mamba2_states
@@ -35,21 +35,21 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
 @cache
-def paged_model(kind: str) -> ms.models.HybridLM:
-    """With chunks of 16 tokens, whose inputs lie in three pages of 6."""
+def blocked_model(kind: str) -> ms.models.HybridLM:
+    """With chunks of 16 tokens, whose inputs lie in three input blocks of 6."""
     with kind_of_model(kind):
         config = replace(small_config(CHUNK), mamba_head_dim=16, delta_value_dim=16)
         return ms.models.HybridLM(config, seed=SEED)
 
 
-def paged_engine(**changes: Any) -> ms.DynamicInferenceEngine:
+def blocked_engine(**changes: Any) -> ms.DynamicInferenceEngine:
     settings = {"block_size_tokens": CHUNK, "max_requests": 6, "num_mamba_slots": 8} | changes
-    return small_engine(model=paged_model(present_kind()), decode_by_replay=True, **settings)
+    return small_engine(model=blocked_model(present_kind()), decode_by_replay=True, **settings)
 
 
 def assert_greedy(prompt: Sequence[int], result: ms.RequestResult) -> None:
     """The answer is that of the recurrence."""
-    tokens, log_probs = kept_oracle(paged_model(present_kind())).generate_greedy(
+    tokens, log_probs = kept_oracle(blocked_model(present_kind())).generate_greedy(
         list(prompt), len(result.tokens)
     )
     assert result.tokens == list(map(int, tokens))
@@ -57,48 +57,50 @@ def assert_greedy(prompt: Sequence[int], result: ms.RequestResult) -> None:
 
 
 class PageWatch:
-    """Asserts of each step that each input has a page, and no page two owners."""
+    """Asserts of each step that each input has an input block, and no input block two owners."""
 
     def __init__(self, engine: ms.DynamicInferenceEngine) -> None:
-        self._context, self.pages = engine.context, PoolSizes.of(engine.config, engine.context.spec).pages
+        self._context = engine.context
+        self.input_blocks = PoolSizes.of(engine.config, engine.context.spec).input_blocks
         self._num_drafts = engine.config.num_speculative_tokens
         self.most = self.num_released = 0
         engine.context.observers.append(self)
 
     def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
         assert inputs.replay is not None
-        owned = [page for request in self._context.requests for page in request.allocation.pages]
+        owned = [block for request in self._context.requests for block in request.allocation.input_blocks]
         blocks = [block for request in self._context.requests for block in request.allocation.path.blocks]
         assert len(set(owned)) == len(owned)
         assert set(owned).isdisjoint(blocks)
         self.most = max(self.most, len(owned))
         for row, scheduled in enumerate(batch):
             count = (scheduled.stop - 1) % CHUNK + 1 if scheduled.decoding else scheduled.stop % CHUNK
-            needed = self.pages.num_pages_for(count)
-            assert inputs.replay.pages[row, :needed].tolist() == scheduled.allocation.pages[:needed]
+            needed = self.input_blocks.num_for_tokens(count)
+            own = scheduled.allocation.input_blocks
+            assert inputs.replay.input_blocks[row, :needed].tolist() == own[:needed]
             most = count + 1 + self._num_drafts  # of a step ahead, or of drafts that were rejected
-            assert needed <= len(scheduled.allocation.pages) <= self.pages.num_pages_for(min(CHUNK, most))
+            assert needed <= len(own) <= self.input_blocks.num_for_tokens(min(CHUNK, most))
 
     def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:
         for scheduled in batch:
             if scheduled.decoding and scheduled.stop % CHUNK == 0:
-                assert not scheduled.allocation.pages, "pages outlive the grid point"
+                assert not scheduled.allocation.input_blocks, "input blocks outlive the grid point"
                 self.num_released += 1
 
 
 @pytest.mark.parametrize("kind", ["mix of all", "Mamba-2", "delta net"])
-def test_pages_come_with_the_tokens_and_go_at_the_grid_point(kind: str) -> None:
+def test_input_blocks_come_with_the_tokens_and_go_at_the_grid_point(kind: str) -> None:
     with kind_of_model(kind):
-        engine = paged_engine()
+        engine = blocked_engine()
         watch = PageWatch(engine)
-        assert watch.pages == InputPages(6, 3)
+        assert watch.input_blocks == InputBlocks(6, 3)
         prompts = [random_tokens(length, seed=length) for length in (5, 16, 31, 40)]
         params = ms.SamplingParams(max_tokens=40, return_log_probs=True)
         asked = {engine.add_request(prompt, params): prompt for prompt in prompts}
         for request_id, result in run_checked(engine).items():
             assert_greedy(asked[request_id], result)
         assert watch.num_released >= 8
-        assert 1 < watch.most <= 4 * watch.pages.per_chunk
+        assert 1 < watch.most <= 4 * watch.input_blocks.per_chunk
         assert engine.context.prefix_cache.kv_blocks.num_held == 0
 
 
@@ -113,7 +115,7 @@ def test_pages_come_with_the_tokens_and_go_at_the_grid_point(kind: str) -> None:
     lengths=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 40)), min_size=2, max_size=8),
     seed=st.integers(0, 3),
 )
-def test_no_page_is_lost_where_memory_is_short_and_steps_fail(
+def test_no_input_block_is_lost_where_memory_is_short_and_steps_fail(
     kind: str,
     blocks: int,
     shared: bool,
@@ -131,7 +133,7 @@ def test_no_page_is_lost_where_memory_is_short_and_steps_fail(
         if shared and caching:
             settings |= {"num_kv_blocks": None, "num_mamba_slots": None}
             settings["total_gb"] = least_gb(settings) * 1.02
-        engine = paged_engine(max_sequence_length=96, poisoned=True, **settings)
+        engine = blocked_engine(max_sequence_length=96, poisoned=True, **settings)
         PageWatch(engine)
         calls, run = 0, engine.core.step_runner.run_model
 
@@ -165,15 +167,15 @@ def test_no_page_is_lost_where_memory_is_short_and_steps_fail(
 
 
 def least_gb(settings: dict[str, Any]) -> float:
-    """What one memory for states, KV and pages needs at least; the error says it."""
+    """What one memory for states, KV and input blocks needs at least; the error says it."""
     with pytest.raises(ValueError, match="total_gb is") as caught:
-        paged_engine(max_sequence_length=96, **settings, total_gb=1e-9)
+        blocked_engine(max_sequence_length=96, **settings, total_gb=1e-9)
     return float(str(caught.value).split("at least ")[1].split()[0])
 
 
-def test_a_request_that_finds_no_page_is_preempted_and_goes_on() -> None:
+def test_a_request_that_finds_no_input_block_is_preempted_and_goes_on() -> None:
     """All requests come to their chunks' ends together."""
-    engine = paged_engine(num_kv_blocks=7, max_requests=6, max_sequence_length=96)
+    engine = blocked_engine(num_kv_blocks=7, max_requests=6, max_sequence_length=96)
     watch = PageWatch(engine)
     prompts = [random_tokens(16, seed=seed) for seed in range(6)]
     params = ms.SamplingParams(max_tokens=30, return_log_probs=True)
@@ -185,22 +187,22 @@ def test_a_request_that_finds_no_page_is_preempted_and_goes_on() -> None:
         paused = max(paused, engine.stats().num_paused)
         engine.check_integrity()
     assert paused > 0
-    assert watch.most < 6 * watch.pages.per_chunk
+    assert watch.most < 6 * watch.input_blocks.per_chunk
     for request_id, prompt in asked.items():
         assert_greedy(prompt, results[request_id])
 
 
-def test_pages_lie_apart_inside_their_blocks() -> None:
-    engine = paged_engine()
+def test_input_blocks_lie_apart() -> None:
+    engine = blocked_engine()
     memory, spec = engine.context.memory, engine.context.spec
-    paged = [pool for name, pool in memory.input_pool.items() if name not in memory.row_inputs]
-    assert len(paged) == 2
-    for number, pool in enumerate(paged):
+    in_blocks = [pool for name, pool in memory.input_pool.items() if name not in memory.shapes_in_rows]
+    assert len(in_blocks) == 2
+    for number, pool in enumerate(in_blocks):
         pool[:, 3] = number + 1
-    assert all(pool[:, 3].eq(number + 1).all() for number, pool in enumerate(paged))
+    assert all(pool[:, 3].eq(number + 1).all() for number, pool in enumerate(in_blocks))
     others = [block for block in range(memory.kv_cache.shape[2]) if block != 3]
     assert not memory.kv_cache[:, :, others].any()
-    size = sum(pool[:, 3].numel() for pool in paged)
+    size = sum(pool[:, 3].numel() for pool in in_blocks)
     assert int((memory.kv_cache[:, :, 3] != 0).sum()) == size
     assert size * spec.kv_dtype.itemsize <= spec.kv_block_bytes(CHUNK)
 
@@ -209,7 +211,7 @@ def test_pages_lie_apart_inside_their_blocks() -> None:
 @pytest.mark.usefixtures("one_fla_configuration")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize("kind", ["Mamba-2", pytest.param("delta net", marks=pytest.mark.long)])
-def test_pages_change_no_bit_of_an_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_blocks_change_no_bit_of_an_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels of a GPU."""
     from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 
@@ -222,13 +224,13 @@ def test_pages_change_no_bit_of_an_answer(kind: str, monkeypatch: pytest.MonkeyP
     prompts = [random_tokens(length, seed=length) for length in (3, 13, 20)]
     params = ms.SamplingParams(max_tokens=8, return_log_probs=True)
     found = []
-    for paged in (True, False):
+    for in_blocks in (True, False):
         monkeypatch.setattr(
-            type(model), "state_spec", lambda self, paged=paged: replace(of_model(self), strided_blocks=paged)
+            type(model), "state_spec", lambda self, at=in_blocks: replace(of_model(self), strided_blocks=at)
         )
         engine = small_engine(model=model, decode_by_replay=True, block_size_tokens=CHUNK)
-        num_pages = PoolSizes.of(engine.config, model.state_spec()).pages.per_chunk
-        assert (num_pages >= 3) == paged
+        num_input_blocks = PoolSizes.of(engine.config, model.state_spec()).input_blocks.per_chunk
+        assert (num_input_blocks >= 3) == in_blocks
         found.append([(r.tokens, r.log_probs) for r in engine.generate(prompts, params)])
     assert found[0] == found[1]
 
@@ -253,50 +255,50 @@ def settings_of(spec: HybridStateSpec, **changes: Any) -> ms.InferenceConfig:
     return ms.InferenceConfig(decode_by_replay=True, max_requests=256, **settings)
 
 
-def share_of_a_state(spec: HybridStateSpec, pages: InputPages) -> float:
+def share_of_a_state(spec: HybridStateSpec, input_blocks: InputBlocks) -> float:
     """Bytes of a request's inputs, on average over a chunk, beside those of its live state."""
     config, chunk = settings_of(spec), spec.chunk_tokens(256)
-    rows = input_bytes(input_shapes(config, spec, bool(pages.tokens))) / config.max_requests
-    average = sum(map(pages.num_pages_for, range(1, chunk + 1))) / chunk
+    rows = input_bytes(input_shapes(config, spec, bool(input_blocks.tokens))) / config.max_requests
+    average = sum(map(input_blocks.num_for_tokens, range(1, chunk + 1))) / chunk
     return (rows + average * spec.kv_block_bytes(256)) / spec.slot_bytes
 
 
 @pytest.mark.parametrize(
-    ("spec", "pages", "before", "after"),
+    ("spec", "input_blocks", "before", "after"),
     [
-        pytest.param(NEMOTRON_H_8B, InputPages(9, 15), 0.60, 0.37, id="Nemotron-H-8B"),
-        pytest.param(QWEN3_5_4B, InputPages(16, 4), 0.80, 0.60, id="Qwen3.5-4B"),
-        pytest.param(GRANITE_4_H_SMALL, InputPages(7, 37), 1.08, 0.60, id="Granite-4-H-small"),
+        pytest.param(NEMOTRON_H_8B, InputBlocks(9, 15), 0.60, 0.37, id="Nemotron-H-8B"),
+        pytest.param(QWEN3_5_4B, InputBlocks(16, 4), 0.80, 0.60, id="Qwen3.5-4B"),
+        pytest.param(GRANITE_4_H_SMALL, InputBlocks(7, 37), 1.08, 0.60, id="Granite-4-H-small"),
     ],
 )
 def test_inputs_take_half_the_memory(
-    spec: HybridStateSpec, pages: InputPages, before: float, after: float
+    spec: HybridStateSpec, input_blocks: InputBlocks, before: float, after: float
 ) -> None:
     found = PoolSizes.of(settings_of(spec), spec)
-    assert found.pages == pages
-    assert found.num_kv_blocks == 1000 + pages.num_pages_of(256)
-    assert share_of_a_state(spec, InputPages()) == pytest.approx(before, abs=0.01)
-    assert share_of_a_state(spec, pages) < after
+    assert found.input_blocks == input_blocks
+    assert found.num_kv_blocks == 1000 + input_blocks.num_for_requests(256)
+    assert share_of_a_state(spec, InputBlocks()) == pytest.approx(before, abs=0.01)
+    assert share_of_a_state(spec, input_blocks) < after
 
 
-def test_pages_of_many_requests_are_few() -> None:
-    pages = InputPages(9, 15)
-    assert [pages.num_pages_for(count) for count in (0, 1, 9, 10, 128)] == [0, 1, 1, 2, 15]
-    assert pages.num_pages_of(1) == 15
-    assert pages.num_pages_of(2) == 30
-    assert pages.num_pages_of(256) / (256 * 15) == pytest.approx(0.61, abs=0.01)
-    assert InputPages().num_pages_for(7) == InputPages().num_pages_of(9) == 0
+def test_input_blocks_of_many_requests_are_few() -> None:
+    input_blocks = InputBlocks(9, 15)
+    assert [input_blocks.num_for_tokens(count) for count in (0, 1, 9, 10, 128)] == [0, 1, 1, 2, 15]
+    assert input_blocks.num_for_requests(1) == 15
+    assert input_blocks.num_for_requests(2) == 30
+    assert input_blocks.num_for_requests(256) / (256 * 15) == pytest.approx(0.61, abs=0.01)
+    assert InputBlocks().num_for_tokens(7) == InputBlocks().num_for_requests(9) == 0
 
 
 @pytest.mark.parametrize(("blocks", "added"), [(4095, 2326), (4096, 3840), (4196, 3740), (9000, 2326)])
-def test_requests_whose_kv_fits_find_pages_at_the_same_time(blocks: int, added: int) -> None:
-    """256 requests of 16 blocks and 15 pages: blocks beyond 4,096 are of evictable prefixes."""
+def test_requests_whose_kv_fits_find_input_blocks_at_the_same_time(blocks: int, added: int) -> None:
+    """256 requests of 16 blocks and 15 input blocks: blocks beyond 4,096 are of evictable prefixes."""
     found = PoolSizes.of(settings_of(NEMOTRON_H_8B, num_kv_blocks=blocks), NEMOTRON_H_8B)
     assert found.num_kv_blocks == blocks + added
 
 
 def test_as_many_blocks_as_requests_need_are_enough() -> None:
-    engine = paged_engine(max_sequence_length=48, num_kv_blocks=6 * 3)
+    engine = blocked_engine(max_sequence_length=48, num_kv_blocks=6 * 3)
     for seed in range(6):
         engine.add_request(random_tokens(16, seed=seed), ms.SamplingParams(max_tokens=32))
     while engine.has_unfinished_requests():
@@ -305,36 +307,36 @@ def test_as_many_blocks_as_requests_need_are_enough() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"strided_blocks": False}, {"num_attention_layers": 0}])
-def test_without_blocks_that_hold_pages_each_row_has_its_memory(changes: dict[str, Any]) -> None:
+def test_without_input_blocks_each_row_has_its_memory(changes: dict[str, Any]) -> None:
     spec = replace(NEMOTRON_H_8B, **changes)
     found = PoolSizes.of(settings_of(spec), spec)
-    assert found.pages == InputPages()
+    assert found.input_blocks == InputBlocks()
     assert found.num_kv_blocks == 1000
-    shapes = input_shapes(settings_of(spec), spec, bool(found.pages.tokens))
+    shapes = input_shapes(settings_of(spec), spec, bool(found.input_blocks.tokens))
     assert shapes["ssm_x"][0] == (24, 256, 128, 128, 64)
 
 
 def test_total_gb_buys_more_units_than_with_inputs_of_whole_chunks() -> None:
     spec = NEMOTRON_H_8B
     config = settings_of(spec, num_kv_blocks=None, num_mamba_slots=None, total_gb=60.0)
-    paged = PoolSizes.of(config, spec)
-    assert paged.division is not None
-    assert paged.division.num_kv_units * paged.division.shape.blocks >= 15 + math.ceil(
+    sizes = PoolSizes.of(config, spec)
+    assert sizes.division is not None
+    assert sizes.division.num_kv_units * sizes.division.shape.blocks >= 15 + math.ceil(
         config.max_sequence_length / 256
     )
     rows = input_bytes(input_shapes(config, spec)) - input_bytes(
-        input_shapes(config, spec, bool(paged.pages.tokens))
+        input_shapes(config, spec, bool(sizes.input_blocks.tokens))
     )
     assert rows > 13 << 30
-    assert paged.division.total_bytes(paged_sizes(spec)) > 58 << 30
+    assert sizes.division.total_bytes(blocked_sizes(spec)) > 58 << 30
 
 
-def paged_sizes(spec: HybridStateSpec) -> Any:
+def blocked_sizes(spec: HybridStateSpec) -> Any:
     from mambaslots.inference.contexts.cache.memory import UnitSizes
 
     return UnitSizes(spec.slot_bytes, spec.kv_block_bytes(256))
 
 
-def test_the_memory_line_says_pages() -> None:
-    summary = paged_engine().context.memory.summary()
+def test_the_memory_line_says_input_blocks() -> None:
+    summary = blocked_engine().context.memory.summary()
     assert "and a KV block for each" in summary

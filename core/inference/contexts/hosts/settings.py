@@ -1,4 +1,4 @@
-"""What `MambaSlotAllocator` reads of the context that holds it."""
+"""What a host's context says of its states: `MambaSlotAllocator` reads the context once, and checks it."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -6,10 +6,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...validation import INT32_MAX, described, holds_data, instance, integer, refused
-from .cache.checkpoint_plan import CheckpointPlan
-from .cache.eviction import PolicyChoice
-from .cache.kv_block_allocator import KVBlockAllocator
+from ....validation import INT32_MAX, described, holds_data, instance, integer, refused
+from ..cache.checkpoint_plan import CheckpointPlan
+from ..cache.eviction import PolicyChoice
+from ..cache.kv_block_allocator import KVBlockAllocator
 
 
 @dataclass(frozen=True)
