@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from typing import Any
 from unittest.mock import patch
 
 import mambaslots as ms
 import mambaslots.net as msd
 import pytest
+from mambaslots.inference.engines.engine_thread import EngineThread
 from mambaslots.net.prefill_decode.disaggregated_engine import PrefillCounts
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.disaggregated import ASKED, MIN_TOKENS, PATIENCE_S, Place, answers, run
@@ -178,9 +180,17 @@ def test_the_decode_engine_makes_steps_while_the_worker_computes(place: Place) -
     run(body())
 
 
-def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place) -> None:
+def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = engine_of(), engine_of()
     latch = LatchedModel(prefill)
+    has_cancel, post_cancel = asyncio.Event(), EngineThread.post_cancel
+
+    def noted_cancel(thread: EngineThread, *arguments: Any) -> None:
+        post_cancel(thread, *arguments)
+        if thread._engine is prefill:
+            has_cancel.set()
+
+    monkeypatch.setattr(EngineThread, "post_cancel", noted_cancel)
 
     async def body() -> None:
         async with place.worker(prefill), place.server(decode) as server:
@@ -189,7 +199,7 @@ def test_a_cancelled_prompt_is_cancelled_at_the_worker(place: Place) -> None:
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            await asyncio.sleep(0.3)  # it comes by a message
+            await has_cancel.wait()  # it comes by a message
             latch.open()
             while prefill.core.requests:
                 await asyncio.sleep(0.01)
