@@ -121,8 +121,7 @@ class PrefillClient:
 
     @asynccontextmanager
     async def _linked(self, address: Address) -> AsyncIterator[Link]:
-        silence_s = self._silence_s
-        connect = partial(Link, address, Answer, silence_s, silence_s=silence_s)
+        connect = partial(Link, address, Answer, self._silence_s, silence_s=self._silence_s)
         connecting = asyncio.get_running_loop().run_in_executor(None, connect)
         try:
             yield await asyncio.shield(connecting)

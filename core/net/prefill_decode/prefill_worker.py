@@ -247,13 +247,10 @@ class PrefillSession:
                 elif isinstance(question, Prefill) and question.number not in self._computing:
                     prefill = self._prefill(question, channel)
                     self._computing[question.number] = tasks.create_task(prefill)
+                elif question is None:
+                    raise PeerLostError("its connection is closed")
                 else:
-                    reason = (
-                        "its connection is closed"
-                        if question is None
-                        else "it asks for what is no new prefix"
-                    )
-                    raise PeerLostError(reason)
+                    raise PeerLostError("it asks for what is no new prefix")
 
     async def _prefill(self, prefix: Prefill, channel: TransferChannel) -> None:
         """Compute a prefix and hand it over."""

@@ -88,8 +88,9 @@ class Peer:
     ) -> None:
         self.name, self.send, self.is_connected, self.link = name, send, is_connected, link
         self.inbox: deque[Message] = deque()
+        self.has_offer = False  # of this hand-over, over this connection
         self.message_pipe = MessagePipe(lambda piece: send(Piece(), piece), lambda: send(Acknowledged()))
-        self.nccl_pipe: NcclPipe | None = None
+        self.nccl_pipe: NcclPipe | None = None  # for this hand-over and the next ones
 
     def take(self, message: Message, payload: memoryview | None) -> None:
         if isinstance(message, Piece):
@@ -99,14 +100,18 @@ class Peer:
         else:
             self.inbox.append(message)
 
-    def keep_nccl(self, pipe: NcclPipe) -> None:
-        """Use a communicator in this hand-over and the next ones."""
-        self.nccl_pipe = pipe
-
     def check_not_refused(self) -> None:
         for message in self.inbox:
             if isinstance(message, Refusal):
                 raise TransferError(f"{self.name}: {message.reason[:MAX_REASON_LETTERS]}")
+
+    def take_last_messages(self) -> None:
+        """Receive what came before the connection was closed; TransferError where that is a refusal."""
+        if self.link is not None:
+            with suppress(PeerLostError):
+                while (found := self.link.receive(0.0)) is not None:
+                    self.take(*found)
+        self.check_not_refused()
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -116,9 +121,5 @@ class Peer:
         except TransferError:
             raise
         except (RuntimeError, PeerLostError) as error:
-            if self.link is not None:  # it may have said why before it closed the connection
-                with suppress(PeerLostError):
-                    while (found := self.link.receive(0.0)) is not None:
-                        self.take(*found)
-            self.check_not_refused()
+            self.take_last_messages()
             raise TransferError(f"{self.name} was lost: {error}") from error

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as await_futures
 from contextlib import suppress
@@ -51,6 +51,8 @@ class Session[Key](ABC):
     def begin(self, access: CacheAccess, timeout_s: float) -> None:
         """Start the clock of a call."""
         self.access, self.timeout_s, self.deadline = access, timeout_s, time.monotonic() + timeout_s
+        for peer in self.peers.values():
+            peer.has_offer = False
 
     @abstractmethod
     def receive_messages(self, peer: Peer, timeout_s: float) -> None:
@@ -73,9 +75,8 @@ class Session[Key](ABC):
         began = time.monotonic()
         while not condition():
             self.check_deadline()
-            self.receive_messages(
-                peer, 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s()))
-            )
+            timeout_s = 0.0 if over_nccl else min(_POLL_INTERVAL_S, max(0.0, self.remaining_s()))
+            self.receive_messages(peer, timeout_s)
             if over_nccl:
                 time.sleep(1e-6 if time.monotonic() - began < _SPIN_S else 2e-4)
             peer.check_not_refused()
@@ -96,7 +97,7 @@ class Session[Key](ABC):
         pipe: MessagePipe | NcclPipe | None = peer.message_pipe
         if request.over_nccl:
             if request.nccl_id:
-                peer.keep_nccl(NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s))
+                peer.nccl_pipe = NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s)
             if (pipe := peer.nccl_pipe) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
         layout = PieceLayout(self.access.format(), request.part or {}, len(rows[0]), len(rows[1]))
@@ -177,12 +178,10 @@ class Source(Session[Address]):
     nccl_rank = 1
 
     def connect(self) -> None:
-        """Connect with all ranks of the destination, where they are now; PeerLostError for a lost one."""
+        """Connect to all ranks, where they are now; PeerLostError: one is lost, TransferError: it refused."""
         first = self._endpoint(0)
-        points = [first, *(self._endpoint(rank) for rank in range(1, first.ranks))]
-        wanted = [endpoint.address for endpoint in points]
-        peers = self.peers.items()
-        self.disconnect(key for key, peer in peers if key not in wanted or not peer.is_connected())
+        wanted = [first.address, *(self._endpoint(rank).address for rank in range(1, first.ranks))]
+        self._end_lost(wanted)
         for rank, address in enumerate(wanted):
             name = f"rank {rank} of the destination"
             if address not in self.peers:
@@ -191,6 +190,14 @@ class Source(Session[Address]):
                 except PeerLostError as error:
                     raise PeerLostError(f"{name} was lost: {error}") from error
                 self.peers[address] = Peer(name, link.send, link.is_connected, link)
+
+    def _end_lost(self, wanted: Container[Address]) -> None:
+        """End connections that are lost or not wanted; TransferError where one refused the offer before."""
+        for address, peer in list(self.peers.items()):
+            if address not in wanted or not peer.is_connected():
+                if peer.has_offer:
+                    peer.take_last_messages()
+                self.disconnect([address])
 
     def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         assert peer.link is not None
@@ -203,6 +210,7 @@ class Source(Session[Address]):
         try:  # one call, which waits for no key: the destination deletes its own as it closes
             while (data := bytes(self.store.compare_set(f"{rank}", _ABSENT, _ABSENT))) == _ABSENT.encode():
                 self.check_deadline(name)
+                self._end_lost(self.peers)
                 time.sleep(0.01)
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
@@ -230,17 +238,17 @@ class Source(Session[Address]):
 
     def _answers(self, offer: Offer) -> list[tuple[Peer, PieceRequest]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
-        offered: set[Peer] = set()  # a connection that was made again has not got it
         answers: dict[Peer, PieceRequest] = {}
         while not self.peers or len(answers) < len(self.peers):
             try:
                 self.connect()
                 for lost in answers.keys() - set(self.peers.values()):
                     raise TransferError(f"{lost.name} was lost after its answer")
-                for peer in set(self.peers.values()) - offered:
-                    peer.inbox.clear()
-                    peer.send(offer)
-                    offered.add(peer)
+                for peer in self.peers.values():
+                    if not peer.has_offer:
+                        peer.inbox.clear()
+                        peer.send(offer)
+                        peer.has_offer = True
             except PeerLostError as error:
                 if answers or self.remaining_s() <= 0 or self.lease.is_revoked:
                     raise TransferError(str(error)) from error
@@ -316,9 +324,7 @@ class Destination(Session[bytes]):
 
     def _missing_rank(self) -> int | None:
         """A rank of the source of which no offer is there; None where all have come."""
-        self._offers = {
-            rank: (peer, offer) for rank, (peer, offer) in self._offers.items() if peer.is_connected()
-        }
+        self._offers = {rank: own for rank, own in self._offers.items() if own[0].is_connected()}
         count = self._offers[0][1].ranks if 0 in self._offers else 1
         return next((rank for rank in range(count) if rank not in self._offers), None)
 
@@ -369,15 +375,12 @@ class Destination(Session[bytes]):
 
     def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         self._take_messages(timeout_s)
-        if (
-            time.monotonic() - self._looked_s >= _POLL_INTERVAL_S
-            and not peer.inbox
-            and not peer.message_pipe.arrived
-        ):
+        is_due = time.monotonic() - self._looked_s >= _POLL_INTERVAL_S
+        if is_due and not (peer.inbox or peer.message_pipe.arrived):
             self._looked_s = time.monotonic()
             if not peer.is_connected():
                 self._take_messages(0.0)
-                if not peer.inbox and not peer.message_pipe.arrived:
+                if not (peer.inbox or peer.message_pipe.arrived):
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:

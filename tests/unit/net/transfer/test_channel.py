@@ -165,6 +165,13 @@ def test_a_peer_that_was_late_is_met_by_the_next_call(pair: Pair) -> None:
     assert (sent.failure, received.failure) == ("", "")
 
 
+def test_a_refusal_of_the_hand_over_before_refuses_no_meeting(pair: Pair) -> None:
+    serve(pair.source, PROMPTS[:1])
+    pair.hand_over([(PROMPTS[0], None)])
+    assert pair.ends[1].receive(timeout_s=0.05).failure  # it refuses all later offers, and closes
+    assert [end.connect() for end in reversed(pair.ends)] == ["", ""]
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_with_scrub_no_piece_stays_in_the_staging(
     host: Any, monkeypatch: pytest.MonkeyPatch, broken: bool

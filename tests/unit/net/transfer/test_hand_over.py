@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,30 @@ def test_other_weights(
         assert "weights_version is 'weights 1'; accepted: 'weights 2'" in failure
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert left_over(host) == []
+
+
+def test_a_refusal_is_read_though_the_connection_is_closed_by_then(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination refuses and closes while the source reads the destination's address again."""
+    asked_again, endpoint, decode = threading.Event(), session.Source._endpoint, session.decode
+
+    def endpoint_after_the_end(self: session.Source, rank: int) -> hand_over_messages.Endpoint:
+        if self.peers:
+            asked_again.set()
+            while any(peer.is_connected() for peer in self.peers.values()):
+                self.check_deadline("the refusal")
+                time.sleep(0.001)
+        return endpoint(self, rank)
+
+    def decode_late(*arguments: Any) -> Any:
+        assert asked_again.wait(20)
+        return decode(*arguments)
+
+    monkeypatch.setattr(session.Source, "_endpoint", endpoint_after_the_end)
+    monkeypatch.setattr(session, "decode", decode_late)
+    for failure in missed(host, source, engine_of(weights_version="weights 2"), timeout_s=5.0):
+        assert "weights_version is 'weights 1'; accepted: 'weights 2'" in failure
 
 
 @pytest.mark.parametrize("protocol", [1, 2, None, "3", True])
