@@ -6,6 +6,8 @@ test here says how many tokens were resumed.
 """
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -187,20 +189,33 @@ def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
 
 
 @pytest.mark.disaster(number=13)
-def test_a_prompt_of_a_prefill_worker_whose_state_finds_no_room_is_computed_here() -> None:
+def test_a_prompt_of_a_prefill_worker_whose_state_finds_no_room_is_computed_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every slot but the row's is pinned; later the state comes, and then leaves while its KV stays."""
     place, decode = Place(), engine_of(num_mamba_slots=1, max_requests=1)
     other, prompt = random_tokens(17, 4), random_tokens(50, 5)
     decode.warm(other)
     pinned = decode.pin(other)
-    resumed = []
+    resumed, step, has_come = [], decode.step, threading.Event()
 
     async def body() -> None:
         async with place.worker(engine_of()), place.server(decode) as server:
+            thread = server._thread
+            assert thread is not None
+
+            def step_for_each_call(**how: Any) -> Any:
+                """The request that has the row does not end before the prefill has come."""
+                while server.num_running and thread._calls.empty() and not has_come.is_set():
+                    time.sleep(0.001)
+                return step(**how)
+
+            monkeypatch.setattr(decode, "step", step_for_each_call)
             runs = asyncio.create_task(server.generate(random_tokens(9, 6), LONG))
             while not server.num_running:
                 await asyncio.sleep(0.001)
             came = await server.prefill(prompt)
+            has_come.set()
             assert came is None or came.imported.states == 0
             await runs
             (result,) = await answers(server, [prompt])

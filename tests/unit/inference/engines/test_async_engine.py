@@ -749,6 +749,7 @@ def test_an_unreferenced_async_engine_ends_its_thread() -> None:
         server = ms.AsyncEngine(engine)
         server.start()
         await server.generate(PROMPTS[0], PARAMS)
+        await server.call(lambda engine: None)  # the thread has let go of the answer
         gone = weakref.ref(server)
         del server
         gc.collect()
