@@ -282,14 +282,22 @@ def test_each_answer_counts() -> None:
     limits: dict[str, Any] = {"max_waiting_requests": 2}
     with serving(tiny_loaded(), small_config(num_kv_blocks=64, max_requests=1), **limits) as open_server:
         service = open_server.app.state.service
-        with ThreadPoolExecutor(1) as threads:
-            running = threads.submit(ask, open_server, None, n=2, max_tokens=150, stream=True)
-            while service._num_open < 2:
-                time.sleep(0.001)
-            reply = ask(open_server, None, n=2)
-            assert (reply.status, reply.error["code"]) == (429, "queue_full")
-            assert ask(open_server, None, max_tokens=1).status == 200
-            assert running.result().status == 200
+        go_on = threading.Event()
+        with ThreadPoolExecutor(3) as threads:
+            held = threads.submit(open_server.call, lambda _: go_on.wait(PATIENCE_S))
+            try:
+                two = threads.submit(ask, open_server, None, n=2, stream=True)
+                while service._num_open < 2:
+                    time.sleep(0.001)
+                reply = ask(open_server, None, n=2)
+                assert (reply.status, reply.error["code"]) == (429, "queue_full")
+                one = threads.submit(ask, open_server, None)
+                while service._num_open < 3:
+                    time.sleep(0.001)
+            finally:
+                go_on.set()
+            assert held.result()
+            assert (two.result().status, one.result().status) == (200, 200)
         while service._num_open:  # the answer is read before its request ends
             time.sleep(0.001)
 
