@@ -200,7 +200,7 @@ def _calling(function: Callable[[], None]) -> Callable[[], Any]:
 
 @contextmanager
 def serving_app(app: Any, loaded: ms.LoadedModel, config: ms.InferenceConfig) -> Iterator[Served]:
-    """A server of `app` in a thread."""
+    """A server of `app` in a thread, which has started: its loop may be called, too."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", http=Connection, ws="none")
@@ -210,6 +210,9 @@ def serving_app(app: Any, loaded: ms.LoadedModel, config: ms.InferenceConfig) ->
     thread = threading.Thread(target=_run, args=(served, listener), daemon=True)
     thread.start()
     try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            thread.join(0.002)
         yield served
     finally:
         server.should_exit = True

@@ -291,9 +291,9 @@ def test_a_peer_that_sends_garbage(
 ) -> None:
     monkeypatch.setattr(Listener, "send", lambda self, peer, *_: self._socket.send_multipart([peer, message]))
     begin = time.monotonic()
-    failures = missed(host, source, engine_of(), timeout_s=5.0)
+    failures = missed(host, source, engine_of(), timeout_s=60.0)
     assert "sent an invalid message" in failures[0]
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
 
 
 def killed(*_: object) -> None:
@@ -355,15 +355,26 @@ def test_a_receiver_that_ends_half_way(
 def test_a_source_that_is_silent(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MessagePipe, "send", lambda *_: time.sleep(2.0))
+    """The time of the destination is over once the source sends its first piece, which does not leave."""
+    is_sending, has_ended = threading.Event(), threading.Event()
+
+    def send(*_: object) -> None:
+        is_sending.set()
+        has_ended.wait(30)
+
+    monkeypatch.setattr(MessagePipe, "send", send)
+    remaining_s = session.Destination.remaining_s
+    monkeypatch.setattr(
+        session.Destination, "remaining_s", lambda self: -1.0 if is_sending.is_set() else remaining_s(self)
+    )
     target, stores = engine_of(), (client(host), client(host))
-    begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=10.0)
-        received = receive_once(target, stores[1], "a to b", timeout_s=1.0)
-        assert time.monotonic() - begin < 2.5
-        assert "rank 0 of the source was lost" in received.failure
-        sent.result()
+        sent = threads.submit(send_once, source, stores[0], "a to b", timeout_s=30.0)
+        received = receive_once(target, stores[1], "a to b", timeout_s=30.0)
+        assert not sent.done()
+        has_ended.set()
+        assert "rank 0 of the source was lost: no piece came or went" in received.failure
+        assert sent.result().failure
 
 
 DIES = """
@@ -449,7 +460,8 @@ def test_an_offer_over_a_connection_that_is_lost(
 def test_connecting_that_does_not_end(
     host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "Link", lambda *_: time.sleep(4.0))
+    has_ended = threading.Event()
+    monkeypatch.setattr(session, "Link", lambda *_: has_ended.wait(60))
     target, stores = engine_of(), (client(host), client(host))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as threads:
@@ -458,7 +470,8 @@ def test_connecting_that_does_not_end(
         assert "did not come in 1 s" in received.failure
         text = "the store or a peer stopped answering; gave up after 1 s"
         assert sent.result() == SendReport(failure=text)
-    assert time.monotonic() - begin < 3.5
+        assert time.monotonic() - begin < 30
+    has_ended.set()
 
 
 FROZEN = """
@@ -490,7 +503,7 @@ def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: 
             failures = [report.result().failure for report in reports]
         took = time.monotonic() - begin
         process.signal(signal.SIGKILL)
-    assert took < 4.0
+    assert took < 30
     assert all(failures)
     assert maps_of(source) == before
     serve_checked(source, PROMPTS)
@@ -500,7 +513,7 @@ def test_a_store_that_stops_answering(source: ms.DynamicInferenceEngine, after: 
 def test_no_peer_comes(host: Any, source: ms.DynamicInferenceEngine, call: Callable[..., Any]) -> None:
     store, before, begin = client(host), maps_of(source), time.monotonic()
     report = call(source, store, "alone", timeout_s=0.5)
-    assert 0.4 < time.monotonic() - begin < 2.0
+    assert 0.4 < time.monotonic() - begin < 30
     assert "did not come in 0.5 s" in report.failure
     assert maps_of(source) == before
     assert left_over(host) == []
