@@ -1,5 +1,6 @@
 """Who is served, and how much: keys, salts, limits, and what others learn of a request, which is nothing."""
 
+import http.client
 import json
 import logging
 import re
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import mambaslots as ms
@@ -31,7 +33,7 @@ def served() -> Iterator[Served]:
         "admin_key": "key-of-operator",
         "max_body_bytes": 5000,
         "max_waiting_requests": 2,
-        "request_timeout_s": 1.0,
+        "request_timeout_s": PATIENCE_S,
         "allowed_origins": ("https://chat.example",),
     }
     with serving(tiny_loaded(), small_config(max_requests=2), **settings) as served:
@@ -176,23 +178,35 @@ def test_a_long_body_is_refused_with_and_without_its_length(served: Served) -> N
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_request_that_takes_too_long(served: Served, streams: bool) -> None:
-    fields = LONG | {"stream": streams}
-    reply = ask(served, "key-of-ann", **fields)
-    if streams:
-        assert reply.status == 200
-        assert len(reply.events) > 1
-        error = reply.events[-1]["error"]
-    else:
-        assert reply.status == 504
-        error = reply.error
+    headers = {"content-type": "application/json", "authorization": "Bearer key-of-ann"}
+    with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)) as client:
+        client.request("POST", "/v1/completions", json.dumps(LONG | {"stream": streams}), headers)
+        if streams:
+            response = client.getresponse()
+            assert response.readline().startswith(b"data: ")
+        else:
+            while not served.stats().num_running:
+                time.sleep(0.001)
+        served.pass_time(PATIENCE_S)
+        if not streams:
+            response = client.getresponse()
+        rest = response.read().lstrip()
+    reply = Reply(response.status, {}, rest)
+    assert reply.status == (200 if streams else 504)
+    error = reply.events[-1]["error"] if streams else reply.error
     assert error["code"] == "timeout"
     assert served.stats().num_running == 0
 
 
 def test_a_request_that_waits_too_long_has_a_status(served: Served) -> None:
     """Its stream has not begun."""
-    free = occupy(served, 2)
-    assert ask(served, "key-of-bob", stream=True).status == 504
+    free, engine = occupy(served, 2), served.app.state.engine
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ask, served, "key-of-bob", stream=True)
+        while engine.num_running + engine.num_waiting < 3:
+            time.sleep(0.001)
+        served.pass_time(PATIENCE_S)
+        assert waiting.result().status == 504
     free()
     assert ask(served, "key-of-bob", stream=True).status == 200
 
@@ -260,7 +274,7 @@ def test_what_follows_a_body_of_two_lengths_is_no_request(served: Served, key: s
 
 
 def test_a_body_must_come_in_time() -> None:
-    limits: dict[str, Any] = {"max_waiting_requests": 1, "body_timeout_s": 0.3}
+    limits: dict[str, Any] = {"max_waiting_requests": 1, "body_timeout_s": PATIENCE_S}
     with serving(tiny_loaded(), small_config(num_kv_blocks=64, max_requests=1), **limits) as open_server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         begun = [socket.create_connection(("127.0.0.1", open_server.port), timeout=30) for _ in range(2)]
@@ -269,6 +283,7 @@ def test_a_body_must_come_in_time() -> None:
         while open_server.app.state.service._num_open < 2:
             time.sleep(0.001)
         assert ask(open_server, None).status == 429
+        open_server.pass_time(PATIENCE_S)
         for raw in begun:
             with raw:
                 answer = raw.recv(10_000) + raw.recv(10_000)

@@ -89,10 +89,12 @@ def health_until(server: Process, wanted: int) -> None:
     pytest.fail(f"/health never was {wanted}")
 
 
-def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
+def test_sigterm_lets_answers_end_and_takes_no_new_ones(tmp_path: Path) -> None:
     """Also after the server was out of descriptors: silent connections are closed, and others served."""
     num_tokens = 150
-    with process(drain_timeout_s=60, max_files=200) as server:  # the soft limit, 100, is raised
+    go_on = tmp_path / "go on"
+    settings = {"drain_timeout_s": 60, "max_files": 200}  # the soft limit, 100, is raised
+    with process(**settings, pauses_until=str(go_on)) as server:
         _closes_silent_connections(server)
         assert server.ask("/health", host="evil.example")[0] == 403
         connection, response = server.stream(num_tokens)
@@ -100,6 +102,7 @@ def test_sigterm_lets_answers_end_and_takes_no_new_ones() -> None:
         health_until(server, 503)
         status, body = server.ask("/v1/completions", {"prompt": PROMPT})
         assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+        go_on.touch()
         received = events(response)
         connection.close()
         assert received[-1] == "[DONE]"
