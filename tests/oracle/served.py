@@ -130,10 +130,13 @@ class Served:
         return asyncio.run_coroutine_threadsafe(made(), self.loop).result(60)
 
     def pass_time(self, seconds: float) -> None:
-        """Let so much time pass at once by the clock of the server's loop."""
+        """Let so much time pass at once by the clock of the server's loop, between two of its calls."""
         earlier = self.loop.time
-        self.loop.time = lambda: earlier() + seconds  # type: ignore[method-assign]
-        self.loop.call_soon_threadsafe(bool)  # it looks at its timers
+
+        def move() -> None:
+            self.loop.time = lambda: earlier() + seconds  # type: ignore[method-assign]
+
+        self.loop.call_soon_threadsafe(move)
 
     def stats(self) -> ms.EngineStats:
         return self.call(lambda engine: engine.stats())
