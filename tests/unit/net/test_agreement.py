@@ -23,10 +23,12 @@ def run_ranks(
 ) -> list[BaseException | None]:
     """What each rank's work raised."""
     store = dist.HashStore() if store is None else store
+    all_are_made = threading.Barrier(len(works), timeout=20.0)
 
     def run(rank: int) -> None:
         engine = small_engine(**settings)
         agreement = Agreement(engine.context, store.clone(), rank, len(works), timeout_s)
+        all_are_made.wait()
         try:
             works[rank](engine, agreement)
         finally:
@@ -143,7 +145,7 @@ def test_a_rank_that_does_not_come_is_named_to_all_also_to_itself() -> None:
 
     def late(engine: ms.DynamicInferenceEngine, agreement: Agreement) -> None:
         while not agreement._store.check([agreement._verdict_key("digest", 0)]):
-            pass
+            time.sleep(0.001)
         with pytest.raises(DisagreementError) as caught:
             agreement.compare()
         came_late.append(str(caught.value))
