@@ -3,7 +3,8 @@
 `kernel_shapes.py` lists the launches of a step of Nemotron-H-8B, `delta_shapes.py` those of the gated
 delta rule in Qwen3.5-4B and models of its kind, `pointwise_shapes.py` those of norms and gates, and
 `segment_shapes.py` those of attention in segments, `codec_shapes.py` those that encode and decode cached
-states. This script compiles every launch for sm_90 and prints what Triton's assembler, with Triton's options, and the PTX say:
+states. This script compiles every launch for sm_90 and prints what the PTX and the assembler say, which runs
+with Triton's options:
 
 registers   of a thread; 65,536 on a multiprocessor
 spilled     bytes of registers that went to local memory, stored and loaded
