@@ -237,7 +237,7 @@ FAULTS = {
         (
             (
                 CONTEXTS + "mamba_slot_allocator.py",
-                "(-(-finished // block) + num_matched_blocks) * block",
+                "(ceil_div(finished, block) + num_matched_blocks) * block",
                 "num_matched_blocks * block",
             ),
         ),
