@@ -11,8 +11,7 @@ import msgspec
 from mambaslots.config import InferenceConfig
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
 from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
-from mambaslots.net.routing.state_events import StateEvents
-from mambaslots.net.routing.state_publisher import StatePublisher
+from mambaslots.net.routing.state_events import StateEvents, StatePublisher
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay, chains_of
 from mambaslots.replay.setting import ReplayResult, StepCost

@@ -4,6 +4,6 @@ main, options           the command line, and the options that commands share
 model_choice            the model, policy and plan that words name, found before torch is imported
 engine_setup            from options to a loaded model and an engine
 serve, serve_processes  one engine behind HTTP; several processes: replicas, ranks of torchrun
-chat, replay            other commands; `run` is `mcore.command`
+chat, replay            other commands; `run` is `mcore.__main__`
 doctor, doctor_checks   what is installed; what would run, and a test of it
 """

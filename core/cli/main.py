@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": "Say what is installed and which kernels would run, and test them on a small model.",
     "run": "Run a script of megatron-core on the drop-in, and say what it replaced and what was resumed.",
 }
-"""Each but `run`, which is `mcore.command`, is a module here with TEXT, `add_options` and `run`."""
+"""Each but `run`, which is `mcore.__main__`, is a module here with TEXT, `add_options` and `run`."""
 
 
 def make_parser(command: str | None = None) -> Parser:
@@ -37,7 +37,7 @@ def make_parser(command: str | None = None) -> Parser:
         if command not in (None, name):
             continue  # its module takes time to import
         if name == "run":
-            from ..mcore import command as runner
+            from ..mcore import __main__ as runner
 
             runner.add_options(own)
             continue
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is 2 where what was asked for is refused, 1 for other errors."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its script's own options are not ours
-        from ..mcore import command as runner
+        from ..mcore import __main__ as runner
 
         return runner.main(words[1:], "mambaslots run")
     parser = make_parser(None if "--print-completion" in words else "".join(words[:1]))

@@ -19,8 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..net.lockstep.follower import follow
-from ..net.routing.state_events import StateEvents
-from ..net.routing.state_publisher import StatePublisher
+from ..net.routing.state_events import StateEvents, StatePublisher
 from ..net.transfer.exports import recent_states
 from ..parallel_groups import ParallelGroups
 from ..serve.served_engine import EngineFacts, LocalEngine

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..net.routing.state_events import StateEvents
-from ..net.routing.state_publisher import StatePublisher
+from ..net.routing.state_events import StateEvents, StatePublisher
 
 GONE_S = 30.0
 """An ingress that has asked nothing for so long is gone: its requests have ended."""

@@ -3,7 +3,7 @@
 Importing this package imports neither megatron-core nor torch; its names do at their first use.
 
 installation                         what a user calls: `install` and its reversal
-command, run_script                  the command line of the runner, parsed without torch; the runner
+__main__, run_script                 the command line of the runner, parsed without torch; the runner
 versions                             which sources of the host are known
 overrides, host_record               how one method is replaced; what is remembered of one host context
 built_contexts                       the contexts of this process, and their figures

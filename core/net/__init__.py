@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .lockstep.leading_engine import LeadingEngine
     from .prefill_decode.disaggregated_engine import DisaggregatedEngine
     from .prefill_decode.prefill_worker import PrefillWorker
-    from .routing.state_publisher import StatePublisher
+    from .routing.state_events import StatePublisher
     from .routing.state_router import StateRouter
     from .transfer.exports import export_prefixes
     from .transfer.hand_over import TransferChannel

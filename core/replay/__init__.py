@@ -2,7 +2,7 @@
 
 trace, read_trace, trace_line        requests in their order, from files
 recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
-setting, known_models                sizes and memory; the models that need no config
+setting                              sizes of a model, memory and limits
 engine_replay, cache_rows            one replay; the policies that are compared
 report                               the table, and how much memory to give
 """

@@ -131,9 +131,7 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
     if model in MODELS:
-        from .known_models import KNOWN_MODELS
-
-        return shape_of(model, *KNOWN_MODELS[model], state_dtype)
+        return shape_of(model, *_known_model(model), state_dtype)
     path = Path(model)
     if not path.exists():
         raise ValueError(
@@ -150,6 +148,26 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
     named = [name in ("mlp", "moe") for name in text.layer_types]
     num_mlp_layers = sum(named) if any(named) or text.model_type == "mamba2" else len(named)
     return shape_of(name_of(path), spec, text.hidden_size, num_mlp_layers, state_dtype)
+
+
+def _known_model(model: str) -> "tuple[HybridStateSpec, int, int]":
+    """Of one of `MODELS`: spec, hidden size and number of MLP layers."""
+    import torch
+
+    from ..state_spec import HybridStateSpec, gated_delta_net_states, mamba2_states
+
+    bf16, vocab_size, device = torch.bfloat16, 1 << 17, torch.device("cpu")
+    if model == "nemotron-h-8b":
+        states = mamba2_states(
+            layers=24, heads=128, head_dim=64, groups=8, state_dim=128, conv_kernel=4,
+            conv_dtype=bf16, ssm_dtype=torch.float32, grid=128,
+        )  # fmt: skip
+        return HybridStateSpec(states, 4, 8, 128, bf16, vocab_size, device), 4096, 24
+    states = gated_delta_net_states(
+        layers=30, key_heads=16, key_dim=128, value_heads=32, value_dim=128, conv_kernel=4,
+        conv_dtype=bf16, state_dtype=torch.float32,
+    )  # fmt: skip
+    return HybridStateSpec(states, 10, 2, 256, bf16, vocab_size, device), 2048, 40
 
 
 def name_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore.command import main
+from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.installation import _replaced
 from mambaslots.mcore.recurrence import make_context
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
