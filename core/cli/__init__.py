@@ -1,7 +1,6 @@
 """The command `mambaslots`: serve, chat, replay, doctor, run.
 
-main, options           the command line, and the options that commands share
-model_choice            the model, policy and plan that words name, found before torch is imported
+main, options           the command line; the options that commands share, and the model that they name
 engine_setup            from options to a loaded model and an engine
 serve, serve_processes  one engine behind HTTP; several processes: replicas, ranks of torchrun
 chat, replay            other commands; `run` is `mcore.__main__`

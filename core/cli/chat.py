@@ -2,10 +2,10 @@
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from .model_choice import chosen_model
-from .options import add_engine, add_model, count
+from .options import add_engine, add_model, chosen_model, count
 
 if TYPE_CHECKING:
     from ..inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -82,11 +82,6 @@ def answer_stream(
 
 def questions() -> Iterator[str]:
     """What the user says, until an empty line."""
-    while True:
-        try:
-            line = input("you> ")
-        except (EOFError, KeyboardInterrupt):
-            line = ""
-        if not line:
-            return
-        yield line
+    with suppress(EOFError, KeyboardInterrupt):
+        while line := input("you> "):
+            yield line

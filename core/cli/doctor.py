@@ -16,7 +16,6 @@ TEXT = """\
 The last line is "works" or "does not work". The self-test takes a few seconds on a CPU, with one thread
 unless --threads says otherwise; the first time on a GPU, Triton compiles kernels for a minute or two."""
 PACKAGE = "mambaslots"
-UNUSED = ("dev",)  # extras that serve nothing
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +68,7 @@ def requirements() -> list[Requirement]:
         requirement = Requirement(line)
         marker = str(requirement.marker or "")
         extra = marker.partition('extra == "')[2].partition('"')[0]
-        if extra in UNUSED or requirement.name == PACKAGE:
+        if extra == "dev" or requirement.name == PACKAGE:
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             requirement.extras = {extra} if extra else set()

@@ -15,7 +15,7 @@ from ..inference.engines.model_protocol import Model
 from ..loaded_model import LoadedModel, load
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec
-from .model_choice import naming_options
+from .options import naming_options
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
-"""The options that commands share."""
+"""The options that commands share, and the model that they name: its mistakes are said without torch."""
 
 import argparse
-import math
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..files import can_be_written
+from ..files import CONFIG, can_be_written, check_served, model_folder
+from ..named_policies import cache_changes
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 Group = argparse._ActionsContainer
@@ -37,19 +37,10 @@ def count(at_least: int = 1, at_most: int | None = None) -> Callable[[str], int]
     return integer
 
 
-def count_or_range(text: str) -> tuple[int, int]:
-    """A type of arguments: an integer >= 1, or two of them as "1:4", the smaller one first."""
-    fewest, colon, most = text.partition(":")
-    numbers = [int(part) if part.isdecimal() else 0 for part in (fewest, most if colon else fewest)]
-    if not 0 < numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= 1, or two of them, as in 1:4")
-    return numbers[0], numbers[1]
-
-
 def positive(text: str) -> float:
     """A type of arguments: numbers above 0."""
     with suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
+        if 0 < (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r}; accepted: a number > 0")
 
@@ -77,37 +68,10 @@ def comma_list[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T
     return entries
 
 
-def is_file(text: str) -> bool:
-    """Whether there is a file of this name; False for what can be no name."""
-    try:
-        return Path(text).is_file()
-    except OSError:
-        return False
-
-
-def text_file(text: str) -> Path:
-    """A type of arguments: a file that holds text."""
-    if not is_file(text):
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a file")
-    path = Path(text)
-    try:
-        path.read_text("utf-8")
-    except (UnicodeDecodeError, OSError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no text in UTF-8: {error}") from error
-    return path
-
-
 def new_file(text: str) -> Path:
     """A type of arguments: a file to write."""
     if not can_be_written(path := Path(text)):
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path in an existing directory")
-    return path
-
-
-def unused_path(text: str) -> Path:
-    """A type of arguments: a file to make, where no file is."""
-    if (path := new_file(text)).exists() or path.is_symlink():
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path where no file is")
     return path
 
 
@@ -187,3 +151,43 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
         "--free-memory", choices=("keep", "zero"), default="keep",
         help="what free memory holds: stale values, or zeros (default: %(default)s)",
     )  # fmt: skip
+
+
+# ---- what they name
+
+_OPTIONS_BY_FIELD = {
+    "total_gb": "--memory-gb",
+    "max_requests": "--max-requests",
+    "max_sequence_length": "--max-sequence-length",
+    "policy is": "--eviction is",
+    "plan is": "--plan is",
+    "plan has": "--plan has",
+}
+
+
+def chosen_model(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """The model's folder, perhaps downloaded, and the `cache_changes` of --eviction and --plan, new objects.
+
+    Raises:
+        ValueError: a pool lacks its size, the policy or the plan is unknown, or the model is not served.
+        OSError: the model is to be downloaded, and the hub cannot be reached.
+    """
+    if options.num_kv_blocks is None and options.num_mamba_slots is not None:
+        raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
+    with naming_options():
+        cache = cache_changes(options.eviction, options.plan)
+    folder = model_folder("MODEL", options.model)
+    check_served(folder / CONFIG)
+    return folder, cache
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Let a ValueError that names fields of `InferenceConfig` name the options of the command line."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for field, option in _OPTIONS_BY_FIELD.items():
+            message = message.replace(field, option)
+        raise ValueError(message) from error

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..named_policies import PLAN_SYNTAX, cache_changes
 from ..replay.generate import KINDS
 from ..replay.setting import MODELS, STATE_DTYPES, ReplaySetting, model_shape
-from .options import add_group, add_json, comma_list, count, is_file, positive
+from .options import add_group, add_json, comma_list, count, positive
 
 if TYPE_CHECKING:
     from ..replay.report import TraceSource
@@ -124,7 +125,7 @@ def asked_of(options: argparse.Namespace) -> dict[str, Any]:
 def _origin(text: str) -> list[str]:
     if text == "all":
         return list(KINDS)
-    if text not in KINDS and not is_file(text):
+    if text not in KINDS and not os.path.isfile(text):
         accepted = ", ".join((*KINDS, "all"))
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: {accepted}, or a file that is there")
     return [text]

@@ -10,8 +10,7 @@ from pathlib import Path
 from ..fleet.fleet_settings import CLUSTER
 from ..serve.server_settings import ServerSettings, listen
 from ..version import VERSION, untested
-from .model_choice import chosen_model
-from .options import add_engine, add_group, add_model, count, count_or_range, positive, text_file, unused_path
+from .options import add_engine, add_group, add_model, chosen_model, count, new_file, positive
 
 TEXT = """\
     mambaslots serve models/tiny-code
@@ -21,6 +20,34 @@ TEXT = """\
 Needs the extra `mambaslots[serve]`; replicas need `mambaslots[fleet]`."""
 logger = logging.getLogger(__name__)
 ADMIN_KEY = "MAMBASLOTS_ADMIN_KEY"
+
+
+def count_or_range(text: str) -> tuple[int, int]:
+    """A type of arguments: an integer >= 1, or two of them as "1:4", the smaller one first."""
+    fewest, colon, most = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in (fewest, most if colon else fewest)]
+    if not 0 < numbers[0] <= numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: an integer >= 1, or two of them, as in 1:4")
+    return numbers[0], numbers[1]
+
+
+def text_file(text: str) -> Path:
+    """A type of arguments: a file that holds text."""
+    if not os.path.isfile(text):  # False for what can be no name, too
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a file")
+    path = Path(text)
+    try:
+        path.read_text("utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no text in UTF-8: {error}") from error
+    return path
+
+
+def unused_path(text: str) -> Path:
+    """A type of arguments: a file to make, where no file is."""
+    if (path := new_file(text)).exists() or path.is_symlink():
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted: a path where no file is")
+    return path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

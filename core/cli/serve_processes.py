@@ -27,10 +27,9 @@ from ..net.all_ranks import RankDiedError
 from ..parallel_groups import ParallelGroups
 from ..serve import ServerSettings
 from .engine_setup import chosen_device, load_model, make_engine
-from .model_choice import chosen_model
+from .options import chosen_model
 
 _SAMPLE_BYTES = 1 << 16
-_SUFFIXES = (".safetensors", ".bin", ".json")
 _POLL_INTERVAL_S = 0.5
 _ENDING_S = 5.0
 """Requests have so long to end with an error once a rank is lost, and then a report has so long."""
@@ -65,7 +64,7 @@ def weights_version(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix not in _SUFFIXES or not path.is_file():
+        if path.suffix not in (".safetensors", ".bin", ".json") or not path.is_file():
             continue
         size = path.stat().st_size
         digest.update(json.dumps([path.name, size]).encode())

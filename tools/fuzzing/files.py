@@ -390,7 +390,7 @@ def _serve_settings(options: argparse.Namespace) -> None:
 
 def _engine_settings(options: argparse.Namespace) -> None:
     from mambaslots.cli.engine_setup import inference_config
-    from mambaslots.cli.model_choice import naming_options
+    from mambaslots.cli.options import naming_options
     from mambaslots.named_policies import cache_changes
 
     spec = fuzz_settings.small_engine().context.spec

@@ -14,7 +14,7 @@ import pytest
 from mambaslots.cli import serve
 from mambaslots.cli.engine_setup import inference_config
 from mambaslots.cli.main import COMMANDS, main, make_parser
-from mambaslots.cli.model_choice import chosen_model
+from mambaslots.cli.options import chosen_model
 from mambaslots.cli.serve import read_keys, server_settings
 from mambaslots.inference.contexts.dynamic_context import DynamicInferenceContext
 from mambaslots.replay.read_trace import read_trace
