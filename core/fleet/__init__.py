@@ -5,8 +5,8 @@ answers in parts. Ray starts, watches and replaces both.
 
 fleet_server, fleet_settings         the process that deploys both and drains them
 ingress, fleet_engine                HTTP over replicas; a lost replica's answers continue on another one
-request_router, known_replicas       which replica gets a request; what an ingress knows of each
-replica_calls, replica_answers       calls of replicas; requests to them, and answers in parts
+known_replicas, replica_calls        what an ingress knows of each; which one gets a request; calls of them
+replica_answers                      requests to replicas, and answers in parts
 replica, replica_questions           an engine in its process; what ingresses ask it
 warming                              a new replica receives states
 guard, cut_answers                   kills a process that stands still; ends streams of a lost ingress

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,13 +27,8 @@ MAX_RETRIES = 2
 """A request survives the loss of so many replicas."""
 RETRY_DELAY_S = 0.1
 """Before the second retry of a request, and once more before each further one."""
-_LONGEST_CAUSE = 200
-"""Characters of a loss's cause in the log."""
 _LONGEST_END_S = 10.0
 """How long `drain` waits for calls that it cancelled."""
-
-SendRequest = Callable[[EngineRequest], AsyncGenerator[AnswerPart]]
-"""Sends a request to a replica and yields the parts of its answer."""
 
 
 class FleetEngine:
@@ -49,7 +43,7 @@ class FleetEngine:
         self,
         facts: EngineFacts,
         salt_key: SaltKey,
-        send_request: SendRequest,
+        send_request: Callable[[EngineRequest], AsyncGenerator[AnswerPart]],
         *,
         num_replicas: Callable[[], int],
         reports: Callable[[], Awaitable[Sequence[ReplicaReport]]],
@@ -156,7 +150,7 @@ class FleetEngine:
             chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
         answer = FleetAnswer(number, request, chain, self._end)
         task = self._task_of[answer] = asyncio.create_task(self._call_replicas(answer))
-        task.add_done_callback(partial(self._on_task_done, answer))  # also where it never begins
+        task.add_done_callback(lambda done: self._on_task_done(answer, done))  # also where it never begins
         self._counts["requests"] += 1
         try:
             await answer.opened.wait()
@@ -194,7 +188,7 @@ class FleetEngine:
                 self._counts["replicas_lost"] += 1
                 logger.warning(
                     "request %s lost its replica after %d tokens, loss %d: %s",
-                    answer.request_id, len(answer.tokens), num_lost, str(error)[:_LONGEST_CAUSE],
+                    answer.request_id, len(answer.tokens), num_lost, str(error)[:200],
                 )  # fmt: skip
                 if answer.early_end is not None or answer.end_if_complete():
                     return

@@ -24,7 +24,7 @@ from ..serve.server_settings import ServerSettings, listen
 from .fleet_settings import CLUSTER, DEPLOYMENT, FleetSettings
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine
-from .request_router import FleetRequestRouter
+from .replica_calls import FleetRequestRouter
 
 _OBJECT_STORE_BYTES = 200 * 2**20
 """Answers are too small for Ray's object store."""
@@ -34,7 +34,6 @@ OWN_DEFAULTS = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a process that is silent does not drain
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mambaslots.fleet.cut_answers.middlewares",
 }
-_LOGGERS = ("ray", "ray.serve")
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def connected_cluster() -> Iterator[bool]:
         ray.init(**options)
     except (ConnectionError, RuntimeError) as error:
         raise OSError(f"{CLUSTER} is {address!r}, and Ray does not answer there: {error}") from error
-    for name in _LOGGERS:
+    for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         yield bool(address)

@@ -22,7 +22,6 @@ from .guard import kill_when_stalled
 from .known_replicas import known_replicas_of
 from .replica_calls import ReplicaCalls, answer_of, answers_of
 from .replica_questions import IngressQuestion
-from .replica_reports import ReplicaReport
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,8 @@ class Ingress:
         facts = await self._facts()
         engine = self._engine = FleetEngine(
             facts, self._salt_key, self._calls.stream, num_replicas=lambda: self._known.num_serving,
-            reports=self._reports, max_waiting_requests=self._server.max_waiting_requests,
+            reports=lambda: answers_of(self._known.answering, "report", _REPORT_S),
+            max_waiting_requests=self._server.max_waiting_requests,
         )  # fmt: skip
         app = make_app_over(engine, self._load_text(), self._server)
         self._service: Service = app.state.service
@@ -69,9 +69,6 @@ class Ingress:
     async def drain(self) -> bool:
         """Refuse new requests, and wait for the others as long as the settings say."""
         return await self._service.drain()
-
-    async def _reports(self) -> list[ReplicaReport]:
-        return await answers_of(self._known.answering, "report", _REPORT_S)
 
     async def _facts(self) -> EngineFacts:
         """Those of a replica."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -101,10 +100,6 @@ class ReplicaRanks:
             return None
         return self._ended.exception() or RuntimeError("the ranks have ended")
 
-    @property
-    def has_others(self) -> bool:
-        return bool(self._actors)
-
 
 def _joined_groups(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:
     """Be a rank of torch.distributed; all ranks of the replica call this at once."""
@@ -132,12 +127,11 @@ class EngineReplica:
             trace=settings.trace,
         )
         self._engine.start()
-        new_publisher = partial(StatePublisher, engine, self._name)
-        self._ingresses = Ingresses(
-            self._engine.call, new_publisher if engine.config.enable_prefix_caching else None
-        )
+        caches = engine.config.enable_prefix_caching
+        new_publisher = (lambda: StatePublisher(engine, self._name)) if caches else None
+        self._ingresses = Ingresses(self._engine.call, new_publisher)
         self._watching = asyncio.create_task(self._end_when_lost())
-        if engine.config.enable_prefix_caching and settings.warm_timeout_s:
+        if caches and settings.warm_timeout_s:
             await warm_from_donor(self._name, settings, self._engine)
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[AnswerPart]:
@@ -148,7 +142,8 @@ class EngineReplica:
                 async for part in parts:
                     yield part
         except ReplicaLostError as error:
-            if self._engine.failure is not None or (self._ranks.has_others and error.__cause__ is not None):
+            is_split = len(self._processes) > 1
+            if self._engine.failure is not None or (is_split and error.__cause__ is not None):
                 self._end_process(error)  # a split engine that failed is broken
             raise
 

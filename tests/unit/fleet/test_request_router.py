@@ -32,12 +32,12 @@ class Rig:
     """A request router over fake replicas, in an event loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 3) -> None:
-        from mambaslots.fleet import request_router
+        from mambaslots.fleet import replica_calls
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
-        monkeypatch.setattr(request_router, "known_replicas_of", lambda application: KnownReplicas())
+        monkeypatch.setattr(replica_calls, "known_replicas_of", lambda application: KnownReplicas())
         deployment = DeploymentID(name="EngineReplica", app_name="test")
-        self.router = request_router.FleetRequestRouter(
+        self.router = replica_calls.FleetRequestRouter(
             deployment_id=deployment,
             handle_source=DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
