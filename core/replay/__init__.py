@@ -1,6 +1,6 @@
 """What a cache would have resumed: traces, served by the engine's bookkeeping without a model.
 
-trace, read_trace, trace_line        requests in their order, from files
+trace, read_trace                    requests in their order, and a line of a file; files
 recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
 setting                              sizes of a model, memory and limits
 engine_replay, cache_rows            one replay; the policies that are compared

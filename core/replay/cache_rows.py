@@ -105,7 +105,6 @@ class PolicyRow:
         return "ours" if self.policy is None else f"ours-{self.policy.rpartition(':')[2]}"
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """Serve the trace; ValueError for memory that buys no state."""
         config = config_of(trace, setting, cache_changes(self.policy, self.plan))
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..validation import ceil_div
-from .trace import Tokens, TraceRequest
-from .trace_line import TraceLine
+from .trace import Tokens, TraceLine, TraceRequest
 
 _MAX_ENDS = 8  # candidates per block for the request before
 

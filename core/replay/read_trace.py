@@ -9,8 +9,7 @@ import numpy as np
 
 from ..validation import INT32_MAX
 from .hashed_requests import HashedRequests, infer_lineage
-from .trace import Trace, TraceRequest
-from .trace_line import HashNumbers, TraceLine, parse_line
+from .trace import HashNumbers, Trace, TraceLine, TraceRequest, parse_line
 
 _MIN_BRANCHES = 8
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 from .cache_rows import UNLIMITED
@@ -34,7 +32,7 @@ def load_trace(source: TraceSource) -> Trace:
     generated = source.origin in KINDS
     trace = generate(source.origin, source.seed) if generated else read_trace(source.origin)
     if source.num_requests is not None:
-        trace = replace(trace, requests=list(islice(trace.requests, source.num_requests)))
+        trace = replace(trace, requests=trace.requests[: source.num_requests])
     if source.speed != 1:
         faster = [replace(request, arrival_s=request.arrival_s / source.speed) for request in trace.requests]
         trace = replace(trace, name=f"{trace.name}, {source.speed:g} x as fast", requests=faster)
@@ -162,7 +160,6 @@ def _listed(shares: Iterable[float]) -> str:
 
 
 def as_plain(outcome: CellResult) -> dict[str, Any]:
-    """A result as plain values."""
     setting, result = outcome.cell.setting, outcome.result
     has_budget = outcome.cell.row != UNLIMITED
     values: dict[str, Any] = {
@@ -189,7 +186,7 @@ def plain_setting(setting: ReplaySetting) -> dict[str, Any]:
 _NEAR = 0.01  # shares that differ by no more count as equal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class BudgetPoint:
     """What a row resumes with a budget; `lacks_kv`: more tokens lack KV than states."""
 
@@ -215,9 +212,8 @@ def sizing_sentences(results: Sequence[CellResult], unlimited: dict[str, float],
             curves.setdefault((outcome.trace, kind), []).append(
                 BudgetPoint(budget_gb, outcome.share, _lacks_kv(outcome))
             )
-    by_gb = attrgetter("budget_gb")
     return [
-        f"{trace}: {sizing_sentence(sorted(points, key=by_gb), unlimited[trace], kind)}"
+        f"{trace}: {sizing_sentence(sorted(points), unlimited[trace], kind)}"
         for (trace, kind), points in curves.items()
     ]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mambaslots.replay import hashed_requests, trace_line
+from mambaslots.replay import hashed_requests, trace
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 import fuzz
@@ -133,15 +133,15 @@ def test_an_input_of_a_target_that_remembers_comes_behind_those_before_it(
         fuzz.feed_only(Third(""), 0, 2)
 
 
-def _line_without_answer(line: trace_line.TokenLine) -> trace_line.TraceLine:
+def _line_without_answer(line: trace.TokenLine) -> trace.TraceLine:
     tokens = np.asarray(line.tokens, np.int32)
-    return trace_line.TraceLine(arrival_s=0.0, num_prompt=len(tokens), num_answer=0, tokens=tokens)
+    return trace.TraceLine(arrival_s=0.0, num_prompt=len(tokens), num_answer=0, tokens=tokens)
 
 
 @pytest.mark.parametrize(
     ("name", "place", "attribute", "value"),
     [
-        ("traces", trace_line, "_of_tokens", _line_without_answer),
+        ("traces", trace, "_of_tokens", _line_without_answer),
         ("traces", hashed_requests.HashedRequests, "__len__", lambda self: len(self.lines) + 1),
     ],
 )
