@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CURRENT = -1  # `torch.cuda.device` then makes no CUDA call
-
 
 def on_device_of(device: torch.device | None) -> AbstractContextManager[object]:
     """A context in which `device` is the current CUDA device; no effect for None or another kind."""
-    # Triton launches on the current device, wherever its tensors are; nccl sends Python objects from it.
+    # Triton launches on the current device, wherever its tensors are; nccl sends Python objects from it. With
+    # -1, `torch.cuda.device` makes no CUDA call.
     is_cuda = device is not None and device.type == "cuda"
-    return torch.cuda.device(device.index if is_cuda and device is not None else _CURRENT)
+    return torch.cuda.device(device.index if is_cuda and device is not None else -1)
 
 
 def tensor_on(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:

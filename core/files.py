@@ -143,11 +143,6 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_optional_object(path: Path) -> dict[str, Any]:
-    """As `read_object`; an empty dict where the file is missing."""
-    return read_object(path) if path.is_file() else {}
-
-
 def section(path: Path, content: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The object `name` in the content of `path`; empty if missing or null, else a ModelFolderError."""
     value = content.get(name)

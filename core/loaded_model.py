@@ -14,8 +14,6 @@ from .parallel_groups import ParallelGroups
 from .params_and_results import SamplingParams
 from .text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
 
-_TEMPLATE = "chat_template.jinja"
-
 
 @dataclass(frozen=True)
 class LoadedText:
@@ -119,7 +117,7 @@ def _byte_text(folder: Path) -> TextCodec | None:
     """The text of a `HybridLM`, without transformers."""
     if not (folder / "tokenizer.json").is_file():
         return None
-    tokenizer, template = ByteTokenizer.from_folder(folder), folder / _TEMPLATE
+    tokenizer, template = ByteTokenizer.from_folder(folder), folder / "chat_template.jinja"
     try:
         chat = ChatTemplate(template.read_text("utf-8")) if template.is_file() else None
     except (ValueError, OSError) as error:

@@ -23,9 +23,7 @@ _ABORT_S = 10.0
 _aborted: dict[ProcessGroup, str] = {}  # a model's group -> why it was aborted
 _aborts: dict[ProcessGroup, threading.Thread] = {}  # of nccl's, that run
 _replaced: dict[ProcessGroup, ProcessGroup] = {}  # a model's group -> the one that has replaced it
-_waiting: dict[
-    threading.Thread, ProcessGroup
-] = {}  # a thread that waits in a collective of gloo -> its group
+_waiting: dict[threading.Thread, ProcessGroup] = {}  # in a collective of gloo: a thread -> its group
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ SCALE_DTYPE = torch.bfloat16
 """A scale is rounded up to this, which adds 1.2 % to the error of random entries. Scales in float32 would add
 2.9 % to the bytes of an 8B model's state."""
 SCALES = "_scales"
-InputLayout = Literal["ring", "block", "chunk", "by_head"]
 Coarsest = Literal["exact", "bfloat16", "int8"]
 """How far a cached copy of a tensor may be rounded: not at all, to bfloat16, or to scaled int8."""
 
@@ -47,7 +46,7 @@ class InputTensor:
     name: str
     shape: tuple[int, ...]  # of one token in one layer
     dtype: torch.dtype
-    layout: InputLayout = "chunk"
+    layout: Literal["ring", "block", "chunk", "by_head"] = "chunk"
     taps: int = 0  # of the convolution whose inputs lie in a ring
 
     def of_request(self, chunk_size: int, num_drafts: int) -> tuple[int, ...]:

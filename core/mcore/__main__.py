@@ -15,10 +15,8 @@ from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.cache.eviction import EVICTION_POLICIES
 from ..named_policies import PLAN_SYNTAX, parse_plan
 
-COMMAND = "python -m mambaslots.mcore"
 
-
-def main(arguments: Sequence[str], command: str = COMMAND) -> int:
+def main(arguments: Sequence[str], command: str = "python -m mambaslots.mcore") -> int:
     """Install, run the script and report; the exit code is 2 for a wrong command line, else `run`'s."""
     parser = _Parser(
         prog=command,

@@ -35,7 +35,6 @@ from .overrides import (
 from .slot_allocator import HostCapacityError, HostSlotAllocator, Settings
 from .versions import DYNAMIC_CONTEXT, KV_ALLOCATOR, TESTED_VERSIONS, series_of, version_of_tree
 
-_ALLOCATOR_MODULE = "megatron.core.inference.contexts.mamba_slot_allocator"
 CORRECTIONS = (cached_answers, gated_delta_net, lifecycle, mixer, prefill_chunks, stages)
 """The modules whose overrides are in REGISTRY; their import registers them."""
 
@@ -146,7 +145,7 @@ def install(
 
 
 def _replace_all(methods: dict[Override, Any]) -> None:
-    own = importlib.import_module(_ALLOCATOR_MODULE)
+    own = importlib.import_module("megatron.core.inference.contexts.mamba_slot_allocator")
     added = {entry: getattr(owner_class(entry.owner), entry.method, None) for entry in ADDITIONS}
     for entry, method in (methods | added).items():
         if method is not None:

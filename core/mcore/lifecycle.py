@@ -15,14 +15,13 @@ from .host_record import record_of
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT, MAMBA_METADATA
 
-_BATCH_INVARIANT_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _logger = logging.getLogger(__package__)
 
 
 @override(DYNAMIC_CONTEXT, "_allocate_mamba_cache", faults=(14, 15))
 def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: float) -> None:
     """Give every pipeline stage as many slots as the poorest one can afford. A collective."""
-    kernels: Any = sys.modules.get(_BATCH_INVARIANT_KERNELS)
+    kernels: Any = sys.modules.get("megatron.core.transformer.custom_layers.batch_invariant_kernels")
     if kernels is not None and kernels.is_batch_invariant_mode_enabled():
         _logger.warning(
             "batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "

@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
-from operator import sub
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ class SequenceStarts(list[int]):
 
     def __init__(self, starts: Iterable[int]) -> None:
         super().__init__(starts)
-        self.least = min(map(sub, self[1:], self), default=0)
+        self.least = min((stop - start for start, stop in pairwise(self)), default=0)
 
 
 @override(MAMBA_METADATA, "compute_cpu_metadata", faults=(22,))

@@ -1,11 +1,11 @@
 """Corrections of the host. A correction replaces one method, whose source must be known."""
 
 import functools
-import importlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
@@ -59,10 +59,9 @@ class Override:
 
 def owner_class(owner: str) -> Any:
     """The class "module:Class" of megatron-core."""
-    module, _, name = owner.partition(":")
     with warnings.catch_warnings():  # fla warns where there is no GPU
         warnings.simplefilter("ignore")
-        return getattr(importlib.import_module(module), name)
+        return resolve_name(owner)
 
 
 NOT_SELF_TESTED = ("MambaMixer._ssm_prefill", "DynamicInferenceContext.commit_sampled_tokens")

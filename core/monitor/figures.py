@@ -43,7 +43,6 @@ class DurationHistogram:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, seconds)] += times
         self.sum += seconds * times
         self.recent.extend([seconds] * times)
@@ -88,7 +87,6 @@ class MonitorFigures:
 
     @property
     def slots_by_use(self) -> dict[str, int]:
-        """All state slots."""
         cache = self.stats.cache
         return {
             "free": cache.num_free_slots,
@@ -99,7 +97,6 @@ class MonitorFigures:
 
     @property
     def kv_blocks_by_use(self) -> dict[str, int]:
-        """All KV blocks."""
         cache = self.stats.cache
         return {
             "free": cache.num_free_kv_blocks,
@@ -152,14 +149,12 @@ class Tenants:
             self._names.popitem(last=False)
 
     def name_of(self, root: bytes) -> str:
-        """The name that a root counts for."""
         return self._names.get(root, DEFAULT_TENANT if root == PUBLIC_ROOT else OTHER_TENANTS)
 
     def figures_of(self, name: str) -> TenantFigures:
         return self._figures.setdefault(name, TenantFigures(name))
 
     def copies(self) -> tuple[TenantFigures, ...]:
-        """Copies of all figures."""
         return tuple(map(replace, self._figures.values()))
 
 
@@ -175,7 +170,6 @@ class Series:
         self._most_running = self._most_waiting = 0
 
     def record(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
-        """Record the newest figures."""
         if now_s >= self._ends_s:
             self._end_intervals(now_s)
         self._stats = stats

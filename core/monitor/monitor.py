@@ -10,7 +10,6 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from ..cache_stats import EngineStats
 from ..inference.contexts.cache.hashing import salt_bytes
 from ..inference.contexts.dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -188,7 +187,7 @@ class Monitor:
         if now < self._next_refresh_s:
             return
         self._next_refresh_s = now + _REFRESH_INTERVAL_S
-        stats = self._stats()
+        stats = self.engine.stats(settle=False)
         self._series.record(now, stats, self._counts.num_generated)
         if now - self._judged_s >= _JUDGE_INTERVAL_S:
             self._judged_s = now
@@ -204,7 +203,8 @@ class Monitor:
 
     def _figures(self) -> MonitorFigures:
         warnings, tenants = self._misses.warnings, self._tenants.copies()
-        return replace(self._counts, stats=self._stats(), tenants=tenants, num_warnings=len(warnings))
+        stats = self.engine.stats(settle=False)
+        return replace(self._counts, stats=stats, tenants=tenants, num_warnings=len(warnings))
 
     def snapshot(self) -> dict[str, Any]:
         """What an operator's page shows, as JSON has it. Any thread may call it.
@@ -247,9 +247,6 @@ class Monitor:
                 if figure.key:
                     figure.show(figures, snapshot)
             return snapshot
-
-    def _stats(self) -> EngineStats:
-        return self.engine.stats(settle=False)
 
     def _requests(self) -> list[dict[str, Any]]:
         """The last requests to arrive, of those that run and those that ended last."""

@@ -18,7 +18,6 @@ from .requests import MAX_CHOICES, AnswerRequest, BodyLimits, ChatRequest, Compl
 from .served_engine import EngineFacts
 from .server_settings import ServerSettings
 
-_SALT_HEADER = "x-cache-salt"
 _MAX_READ_BYTES = 64 * 2**20
 """Of a body that is too long so much is read before it is refused."""
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
@@ -193,7 +192,7 @@ def parsed_object(body: bytes) -> dict[str, Any]:
 
 
 def header_salt(request: Request) -> str | None:
-    values = [value for name, value in request.headers.raw if name == _SALT_HEADER.encode()]
+    values = [value for name, value in request.headers.raw if name == b"x-cache-salt"]
     if not values:
         return None
     try:

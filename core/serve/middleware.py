@@ -25,8 +25,6 @@ BROKEN_BY = "broken_by"
 """The key of a request's state for the code of what ended its answer before it was complete."""
 _POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
 """Routes that programs ask every few seconds."""
-_OPEN_PATHS = ("/", "/health")
-_OPEN_FOLDERS = ("/page/",)
 _Headers = Sequence[tuple[bytes, bytes]]
 
 
@@ -119,7 +117,7 @@ class ApiKeys:
     def tenant_of(self, path: str, headers: _Headers) -> str:
         """The tenant whose request has these headers; 401 for a wrong key, 403 for a closed path."""
         is_tenants = path.startswith("/v1/")
-        is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
+        is_open = path in ("/", "/health") or path.startswith("/page/")
         if is_open or not (self._tenants if is_tenants else self._admin or self._tenants):
             return DEFAULT_TENANT
         if not is_tenants and not self._admin:

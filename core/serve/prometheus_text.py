@@ -36,7 +36,6 @@ def connection_metrics(num_failed_accepts: int) -> Iterator[Metric]:
 
 
 def monitor_metrics(monitor: Monitor) -> Iterator[Metric]:
-    """All metrics of an engine."""
     figures = monitor.figures()
     yield InfoMetricFamily(
         "mambaslots_build",

@@ -64,14 +64,6 @@ def _number(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-def _top_k(value: int) -> int:
-    return max(value, 0)  # -1 keeps all tokens, too
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _token_ids(value: Any, validate: Any, info: ValidationInfo) -> list[int]:
     context: Any = info.context
     return _checked_ids(str(info.field_name), value, context.vocab_size - 1)
@@ -145,7 +137,7 @@ class AnswerRequest(Fields):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1000)]],
         Field(max_length=4),
-        BeforeValidator(_as_list),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = []
     stop_token_ids: TokenIds = []
     ignore_eos: bool = False
@@ -153,7 +145,8 @@ class AnswerRequest(Fields):
     n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX), AfterValidator(_top_k)] | None = None
+    # -1 keeps all tokens, too.
+    top_k: Annotated[Integer, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

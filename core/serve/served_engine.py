@@ -102,7 +102,8 @@ class LocalEngine(AsyncEngine):
     ) -> None:
         """`trace`: whether a line about each request is written to stderr."""
         super().__init__(engine, max_waiting_requests=max_waiting_requests)
-        self.monitor = Monitor(engine, model_name=model_name, trace=_print_line if trace else None)
+        write = (lambda line: print(line, file=sys.stderr, flush=True)) if trace else None
+        self.monitor = Monitor(engine, model_name=model_name, trace=write)
         self.facts = EngineFacts.of(engine)
         self.max_running = self.facts.max_requests
 
@@ -130,7 +131,3 @@ class LocalEngine(AsyncEngine):
 
     async def snapshot(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.monitor.snapshot)
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from starlette.requests import Request
 
@@ -104,7 +103,7 @@ class Service:
                 self.engine, self._codec, job, tenant,
                 engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
                 form(self.settings.model_name, job.request), deadline,
-                partial(self._end_answers, num_answers),
+                lambda: self._end_answers(num_answers),
             )  # fmt: skip
         except BaseException:
             self._end_answers(num_answers)

@@ -53,7 +53,10 @@ class ChatTemplate:
             finalize=_as_it_is,
         )  # fmt: skip
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no escapes of HTML
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
         try:
             self._template = environment.from_string(source)
         except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
@@ -99,10 +102,6 @@ def _as_dict(value: object) -> dict[Any, Any]:
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 # ---- branches in the text
@@ -251,9 +250,6 @@ class Cut(NamedTuple):
     token: int
 
 
-_BEGINNING = Cut(0, 0, 0)
-
-
 def branch_tokens(
     text: str,
     tokens: Sequence[int],
@@ -270,7 +266,7 @@ def branch_tokens(
     stops = [cut.stop for cut in cuts]
     for branch in dict.fromkeys(branches):
         after = bisect_right(stops, branch.num_characters)  # a cut that both texts have
-        cut = cuts[after - 1] if after else _BEGINNING
+        cut = cuts[after - 1] if after else Cut(0, 0, 0)
         other = encode(text[cut.start : branch.num_characters] + branch.other_text)
         position = cut.token + _common_tokens(other, tokens, cut.token)
         if position:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..files import CONFIG, ModelFolderError, read_optional_object, section
+from ..files import CONFIG, ModelFolderError, read_object, section
 from ..params_and_results import SamplingParams
 from ..validation import INT32_MAX, boolean, brief_repr, instance, integers
 from .chat_template import ChatBranches, Cut, branch_tokens
@@ -286,12 +286,13 @@ class GenerationDefaults:
         Raises:
             ModelFolderError: a value is none that `SamplingParams` accepts.
         """
-        said = read_optional_object(folder / _DEFAULTS)
+        path = folder / _DEFAULTS
+        said = read_object(path) if path.is_file() else {}
         text_config = section(folder / CONFIG, config, "text_config")
         stops = _first(said.get("eos_token_id"), text_config.get("eos_token_id"), config.get("eos_token_id"))
         ignored = [name for name, none in _NOT_APPLIED.items() if said.get(name) not in (None, none)]
         if ignored:
-            logger.info("%s: not applied: %s", folder / _DEFAULTS, ", ".join(ignored))
+            logger.info("%s: not applied: %s", path, ", ".join(ignored))
         names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
         drawn: dict[str, Any] = {}
         if said.get("do_sample"):
@@ -306,7 +307,7 @@ class GenerationDefaults:
                 **drawn,
             )
         except ValueError as error:
-            raise ModelFolderError(f"{folder / _DEFAULTS}: {error}") from error
+            raise ModelFolderError(f"{path}: {error}") from error
         return cls(params, said.get("max_new_tokens"))
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:

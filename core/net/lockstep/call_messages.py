@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
@@ -48,7 +47,7 @@ class PlanFields(msgspec.Struct, frozen=True, array_like=True):
         return cls(name_of("checkpoint_plan", type(plan)), vars(plan), tuples)
 
     def to_plan(self) -> CheckpointPlan:
-        kind = resolve(self.kind)
+        kind = resolve_name(self.kind)
         plan: CheckpointPlan = kind.__new__(kind)
         vars(plan).update(self.attributes | {name: _as_tuple(self.attributes[name]) for name in self.tuples})
         return plan
@@ -120,7 +119,7 @@ class FindFunction(_Call, frozen=True, array_like=True, tag="find"):
     function: str
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        resolve(self.function)
+        resolve_name(self.function)
 
 
 class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
@@ -134,7 +133,7 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
         engine.factory.continue_ids(self.ids)
         try:
             with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
-                resolve(self.function)(engine, *self.arguments)
+                resolve_name(self.function)(engine, *self.arguments)
         finally:
             engine.core.discard_results()  # rank 0 has its own
 
@@ -228,15 +227,9 @@ def name_of(argument: str, thing: Callable[..., Any]) -> str:
     """ "module:name" of a function or class; ValueError for one that has none."""
     name = f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', None)}"
     try:
-        is_found = resolve(name) is thing
-    except (ImportError, AttributeError):
+        is_found = resolve_name(name) is thing
+    except (ImportError, AttributeError, ValueError):  # the last for "<locals>"
         is_found = False
     if not is_found:
         raise refused(argument, thing, "what other ranks can import by its name, from a module")
     return name
-
-
-def resolve(name: str) -> Any:
-    """What "module:name" names."""
-    module, _, path = name.partition(":")
-    return attrgetter(path)(import_module(module))

@@ -1,6 +1,5 @@
 """The engine of a split model for one caller: it makes each call on all ranks."""
 
-import math
 import threading
 import weakref
 from collections import deque
@@ -293,7 +292,7 @@ class LeadingEngine(DynamicInferenceEngine):
         finally:
             self._leads, self._calling_thread_id = True, None
             followers.record_own(Outcome.of(error, self.core.broken_by is not None))
-        followers.await_answers(math.inf)
+        followers.await_answers(float("inf"))
         differences = followers.await_differences()
         if followers.has_broken_rank:
             self._break(error or RuntimeError("; ".join(differences)))

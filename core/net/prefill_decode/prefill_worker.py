@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 
@@ -13,7 +12,7 @@ from ...inference.contexts.cache.pins import PinnedPrefix
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...params_and_results import SamplingParams
-from ...validation import LONGEST_TIMEOUT_S, instance, real
+from ...validation import LONGEST_TIMEOUT_S, ceil_div, instance, real
 from ..message_sockets import Listener, PeerLostError
 from ..transfer.hand_over import TransferChannel
 from . import prefill_messages as messages
@@ -131,7 +130,7 @@ class PromptRoom:
     @asynccontextmanager
     async def prompt(self, num_tokens: int) -> AsyncIterator[None]:
         """Inside, a prompt of so many tokens is under way."""
-        num_blocks = min(self._num_blocks, math.ceil(num_tokens / self._block_size_tokens) + 1)
+        num_blocks = min(self._num_blocks, ceil_div(num_tokens, self._block_size_tokens) + 1)
         async with self._head:
             while self._free_blocks < num_blocks or not self._free_prompts:
                 self._room_freed.clear()

@@ -7,8 +7,6 @@ from msgspec import Struct
 
 from ...validation import INT64_MAX, refused
 
-_LARGEST = (1 << 64) - 1
-
 
 class StateEvents(Struct, frozen=True, array_like=True, tag="state-events-2", forbid_unknown_fields=True):
     """The changes of a replica's resumable states since its previous message.
@@ -39,7 +37,7 @@ class StateEvents(Struct, frozen=True, array_like=True, tag="state-events-2", fo
         if not self.replica or not self.replica.isprintable():
             raise refused("replica", self.replica, "a printable name")
         for name in ("epoch", "sequence"):
-            if not 0 <= getattr(self, name) <= _LARGEST:
+            if not 0 <= getattr(self, name) < 1 << 64:
                 raise refused(name, getattr(self, name), "from 0 to 2**64 - 1")
         if self.is_snapshot and self.removed:
             raise ValueError(f"removed has {len(self.removed)} hashes; accepted: none in a snapshot")

@@ -75,9 +75,8 @@ class StateIndex:
         if not others and len(self._holders) >= self.max_hashes:
             self.num_ignored += 1
             return
-        self._replicas[replica].hashes.add(
-            prefix_hash
-        )  # first: after an interrupt, the next snapshot removes it
+        # First: after an interrupt, the next snapshot removes it.
+        self._replicas[replica].hashes.add(prefix_hash)
         self._holders[prefix_hash] = (*others, replica)
 
     def _remove(self, replica: str, hashes: Collection[int]) -> None:

@@ -126,8 +126,7 @@ class StateRouter:
         """Apply a message of a replica; False where the router needs a snapshot of the replica."""
         is_complete = self.index.apply(events)
         if is_complete:
-            self._expected.remove_published(events.inserted, events.replica)
-            self._expected.remove_published(events.removed, events.replica)
+            self._expected.remove_published(events.inserted + events.removed, events.replica)
         return is_complete
 
     def remove(self, replica: str) -> None:

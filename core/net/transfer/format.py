@@ -283,13 +283,8 @@ def check_shard(form: PrefixFormat, shard: Shard) -> None:
                 )
 
 
-def encode(value: Description | Shard) -> bytes:
-    """A description, or a shard, as bytes of msgpack."""
-    return msgspec.msgpack.encode(value)
-
-
 def decode[T](data: bytes | memoryview, kind: type[T]) -> T:
-    """What `encode` made `data` of; TransferError for anything else."""
+    """A value of this kind from msgpack; TransferError for anything else."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

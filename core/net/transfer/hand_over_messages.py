@@ -94,9 +94,9 @@ class Peer:
 
     def take(self, message: Message, payload: memoryview | None) -> None:
         if isinstance(message, Piece):
-            self.message_pipe.add_arrived(payload or memoryview(b""))
+            self.message_pipe.arrived.append(payload or memoryview(b""))
         elif isinstance(message, Acknowledged):
-            self.message_pipe.add_acknowledged()
+            self.message_pipe.num_acknowledged += 1
         else:
             self.inbox.append(message)
 

@@ -15,8 +15,7 @@ from .shard import PrefixShard, decode_prefixes, join
 
 logger = logging.getLogger(__name__)
 
-Bytes = bytes | bytearray | memoryview
-Piece = PrefixShard | Bytes
+Piece = PrefixShard | bytes | bytearray | memoryview
 
 
 class CopyError(RuntimeError):

@@ -63,23 +63,15 @@ class MessagePipe:
 
     def __init__(self, send_piece: Callable[[Any], None], acknowledge: Callable[[], None]) -> None:
         self._send_piece, self._acknowledge = send_piece, acknowledge
-        self._num_sent = self._num_acknowledged = 0
-        self._num_received = self._num_expected = 0
-        self.arrived: deque[memoryview] = deque()
-
-    def add_arrived(self, payload: memoryview) -> None:
-        """A piece has arrived."""
-        self.arrived.append(payload)
-
-    def add_acknowledged(self) -> None:
-        """The receiver has acknowledged one more piece."""
-        self._num_acknowledged += 1
+        self._num_sent = self._num_received = self._num_expected = 0
+        self.num_acknowledged = 0  # pieces that the receiver has
+        self.arrived: deque[memoryview] = deque()  # payloads that no passage has taken
 
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> MessagePassage:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
         number = self._num_sent = self._num_sent + 1
-        return MessagePassage(lambda: self._num_acknowledged >= number)
+        return MessagePassage(lambda: self.num_acknowledged >= number)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> MessagePassage:
         del free

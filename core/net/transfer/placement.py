@@ -102,10 +102,8 @@ class Placement:
             self._paths.append(path)
             nodes = self._nodes_down_to(state, visited)
             if nodes and self._parent_is_held(nodes[0]):
-                hashes, tokens = (
-                    [forest.hashes[node] for node in nodes],
-                    [forest.tokens[node] for node in nodes],
-                )
+                hashes = [forest.hashes[node] for node in nodes]
+                tokens = [forest.tokens[node] for node in nodes]
                 blocks = self._kv_blocks.tree.match(self._parent_of(nodes[0]), hashes, tokens)
                 self._kv_blocks.add_references(blocks)
                 path += blocks

@@ -18,7 +18,7 @@ from ...validation import refused, shown
 from ..message_sockets import Address, Link, Listener, PeerLostError
 from . import hand_over_messages as messages
 from .exports import CacheAccess
-from .format import Description, TransferError, check_shard, decode, encode, shard_of
+from .format import Description, TransferError, check_shard, decode, shard_of
 from .hand_over_messages import Offer, Peer, PieceRequest
 from .pieces import PartCopies, PieceLayout, PoolLease, Staging, receive_pieces, send_pieces
 from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
@@ -226,7 +226,8 @@ class Source(Session[Address]):
     def send(self, offered: OfferedPrefixes) -> tuple[int, int, float]:
         """Offer prefixes, send what is wanted; returns the receivers, and the bytes and seconds of all."""
         groups = self.access.spec.groups
-        answers = self._answers(Offer(groups.rank, groups.size, encode(offered.description), self.nccl))
+        prefixes = msgspec.msgpack.encode(offered.description)
+        answers = self._answers(Offer(groups.rank, groups.size, prefixes, self.nccl))
         wanted = [(peer, request) for peer, request in answers if request.part is not None]
         self.num_bytes, seconds = 0, 0.0
         for peer, request in wanted:

@@ -24,7 +24,6 @@ from .format import (
     TransferError,
     check_version,
     decode,
-    encode,
 )
 
 _LENGTH = struct.Struct("<Q")  # how long the header is; every safetensors file begins with it
@@ -188,7 +187,8 @@ def encode_prefixes(shard: PrefixShard) -> bytes:
     checksum of the whole file with 64 zeros in place of the checksum.
     """
     tensors = {name: tensor.contiguous() for name, tensor in shard.tensors.items()}
-    tensors[_DESCRIPTION] = torch.frombuffer(bytearray(encode(shard.description)), dtype=torch.uint8)
+    description = bytearray(msgspec.msgpack.encode(shard.description))
+    tensors[_DESCRIPTION] = torch.frombuffer(description, dtype=torch.uint8)
     data = safetensors.torch.save(tensors, {"mambaslots_prefixes": str(FORMAT_VERSION), "sha256": _UNSIGNED})
     return data.replace(_signature(_UNSIGNED), _signature(hashlib.sha256(data).hexdigest()), 1)
 
