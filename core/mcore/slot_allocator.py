@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import MambaSlotCapacityError
 from ..inference.contexts.cache.checkpoint_plan import MAX_COMPARED, CheckpointPlan, best_shared_depth
 from ..inference.contexts.cache.eviction import PolicyChoice
-from ..inference.contexts.hosts.settings import HostSettings, device_of
+from ..inference.contexts.hosts.states import HostSettings, device_of
 from ..inference.contexts.hosts.step_plan import WrittenStates
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
 from ..inference.kernels.operands import ConvAndSsm

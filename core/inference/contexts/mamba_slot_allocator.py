@@ -26,8 +26,7 @@ from .cache.checkpoint_plan import checked_boundaries
 from .cache.eviction import checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator
 from .cache.state_slots import StateSlots
-from .hosts.settings import HostSettings, block_count, size_of
-from .hosts.states import HostStates, HostTree
+from .hosts.states import HostSettings, HostStates, HostTree, block_count, size_of
 from .hosts.step_plan import StepPlan, WrittenStates
 
 
