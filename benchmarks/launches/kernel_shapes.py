@@ -18,7 +18,6 @@ from mambaslots.inference.kernels import (
     state_move,
     write_kv,
 )
-from mambaslots.inference.kernels import penalties as penalty_kernels
 from mambaslots.inference.kernels import token_draws as draw_kernels
 from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.state_move import PartMove
@@ -241,9 +240,9 @@ def penalties() -> list[Specialisation]:
     return [
         Specialisation(
             name=f"penalize {dtype}",
-            kernel=penalty_kernels.penalize_kernel,
+            kernel=draw_kernels.penalize_kernel,
             signature=pointers | {"logits": f"*{dtype}"} | dict.fromkeys((*sizes, *strides), "i32"),
-            constexprs={"BLOCK": penalty_kernels.BLOCK},
+            constexprs={"BLOCK": draw_kernels.BLOCK},
             divisible_by_16=(*pointers, "vocabulary", *strides),
             wide=("load", "store"),
         )

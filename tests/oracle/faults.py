@@ -10,7 +10,7 @@ from unittest.mock import patch
 import mambaslots as ms
 from mambaslots.inference.contexts.cache.paths import CachedPath
 from mambaslots.inference.engines import step_runner
-from mambaslots.inference.kernels import log_probs
+from mambaslots.inference.kernels import sampling
 
 Owner = Callable[[ms.DynamicInferenceEngine], object]
 
@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "advance": (lambda e: e.context._request_states, "advance"),
     "end": (lambda e: e.context, "end_step"),
     "sample": (lambda e: step_runner, "sample"),
-    "log_softmax": (lambda e: log_probs, "log_softmax"),
+    "log_softmax": (lambda e: sampling, "log_softmax"),
     "sampled": (lambda e: step_runner, "SampledStep"),
     "waited": (lambda e: step_runner.SampledStep, "read_tokens"),
     "leaving": (lambda e: e.context, "release"),

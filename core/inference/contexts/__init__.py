@@ -2,7 +2,7 @@
 
 Made of `cache`, which decides by numbers alone, and `kernels`, which move tensors; knows no engine.
 
-dynamic_request, token_view     a request, what it holds and computes; its tokens as a drafter reads them
+dynamic_request                 a request, what it holds and computes; its tokens as a drafter reads them
 admission                       how a request gets a row, a live slot and blocks
 step_inputs, step_builder       what a model reads; the one buffer in which it crosses to the device
 padding                         the sizes that steps are padded to

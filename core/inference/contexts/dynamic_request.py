@@ -1,7 +1,7 @@
 """A request: its prompt, settings and answer, what it holds while it runs, and what of it a step computes."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from .cache.checkpoint_plan import CheckpointPlan
 from .cache.hashing import PrefixHashChain
 from .cache.paths import CachedPath, PathStep
 from .cache.pool_stats import COMPUTE_REASONS, ComputeReason
-from .token_view import TokenView
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,37 @@ class Allocation:
     @property
     def decoding(self) -> bool:
         return self.num_computed >= self.prefill_length
+
+
+class TokenView(Sequence[int]):
+    """A request's prompt and answer so far, read only.
+
+    A view only grows; a request whose tokens are cut back, because a step failed, gets another view. Views
+    equal lists and tuples of their tokens, and are keys for a `WeakKeyDictionary` by identity.
+    """
+
+    __slots__ = ("__weakref__", "_tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One token, or a list of those of a slice."""
+        return self._tokens[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, list | tuple) and self._tokens == list(other))
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"TokenView({self._tokens})"
 
 
 NO_ID = -1

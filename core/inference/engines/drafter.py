@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...validation import INT32_MAX, integer
-from ..contexts.token_view import TokenView
+from ..contexts.dynamic_request import TokenView
 
 
 class Drafter(Protocol):

@@ -16,9 +16,8 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
 from ..contexts.padding import padded_to_ladder
 from ..contexts.step_inputs import StepInputs, StepShape
-from ..kernels.log_probs import log_probs_of, top_log_probs
 from ..kernels.operands import WHOLE, TokenDraw
-from ..kernels.sampling import sample
+from ..kernels.sampling import log_probs_of, sample, top_log_probs
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens

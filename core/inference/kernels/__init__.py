@@ -13,11 +13,10 @@ delta_solve                                  new rows of a triangular system for
 attention, attention_segments, write_kv      attention over paged KV, and the store of keys and values
 norms, gates                                 the rest of a layer
 few_rows                                     matrix products of up to eight rows, in place of cuBLAS's
-penalties, token_draws, log_probs            logits lowered by counts of tokens; tokens drawn; log-probs
-sampling                                     the most likely token of a row, or a drawn one
+sampling, token_draws                        tokens and their log-probs; logits lowered, and tokens drawn
 state_copy, row_checksum                     whole states: copied and encoded, checked
 state_move, state_codec                      the launches of `state_copy`
 tiles, chunk_grid                            what several kernels do; the chunks that they compute
-reference/torch_*                            conv, ssd, delta, attention, penalties, token_draws, state_copy,
+reference/torch_*                            conv, ssd, delta, attention, token_draws, state_copy,
                                              pointwise (norms, gates, the head); chunks
 """

@@ -1,4 +1,4 @@
-"""Tokens drawn from rows of logits, row by row, in torch.
+"""Tokens drawn from rows of logits, row by row, and the penalties before, in torch.
 
 A token is drawn by inverse transform: it is the first token, in the order of ids, whose cumulative
 probability exceeds the row's random number. Probabilities are rounded down to multiples of 2 ** -53 and
@@ -62,3 +62,23 @@ def drawn_token(probabilities: Tensor, uniform: float) -> int:
     total = int(sums[-1])
     token = torch.searchsorted(sums, min(int(total * uniform), total - 1), right=True)
     return min(int(token), len(sums) - 1)
+
+
+def penalize(logits: Tensor, counts: Tensor, count_rows: Tensor, settings: Tensor) -> Tensor:
+    """The logits in the dtype of `settings`, lowered by how often tokens occurred, as `counts` says.
+
+    With c generated ones of a token: logit / r where it is positive, else logit * r, if the token is in the
+    prompt or c > 0 (repetition penalty r, Keskar et al. 2019); then - f * c, and - p where c > 0 (frequency
+    and presence penalty, OpenAI's API). Counts are 2 c, plus 1 for a token of the prompt; `count_rows` has
+    each row's row of `counts`, -1 where nothing is lowered; `settings` [3, rows] are r, f and p of each row.
+    Example: logit 2, r = 1.25, f = 0.1, p = 0.5, c = 3: 0.8.
+    """
+    out = logits.to(settings.dtype, copy=True)
+    rows = (count_rows >= 0).nonzero()[:, 0]
+    repetition, frequency, presence = settings[:, rows, None]
+    values, found = out.index_select(0, rows), counts.index_select(0, count_rows[rows])
+    repeated = torch.where(values < 0, values * repetition, values / repetition)
+    values = torch.where(found > 0, repeated, values)
+    generated = found >> 1
+    values = values - frequency * generated - presence * (generated > 0)
+    return out.index_copy_(0, rows, values)

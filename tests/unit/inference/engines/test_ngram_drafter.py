@@ -8,8 +8,7 @@ import mambaslots as ms
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest
-from mambaslots.inference.contexts.token_view import TokenView
+from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, TokenView
 from oracle.context_driver import make_request
 from oracle.faults import InjectedError, failing
 from oracle.serving import random_tokens, small_engine

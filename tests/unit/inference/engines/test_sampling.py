@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import step_runner
-from mambaslots.inference.kernels.log_probs import log_softmax
 from mambaslots.inference.kernels.reference.torch_token_draws import drawn_token
+from mambaslots.inference.kernels.sampling import log_softmax
 from oracle.sampled_rows import sample_rows, sampled, token_distribution
 
 

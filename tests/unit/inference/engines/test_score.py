@@ -111,7 +111,7 @@ def test_prompt_log_probs_from_a_start_resume_what_goes_before() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_log_probs_have_the_same_bits_in_blocks_of_rows(rows: int) -> None:
     whole = small_engine().score(SEQUENCES)
-    with patch("mambaslots.inference.kernels.log_probs.LOG_PROB_ROWS", rows):
+    with patch("mambaslots.inference.kernels.sampling.LOG_PROB_ROWS", rows):
         assert [one.log_probs for one in small_engine().score(SEQUENCES)] == [one.log_probs for one in whole]
 
 

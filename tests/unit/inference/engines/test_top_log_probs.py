@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.engines import step_runner
-from mambaslots.inference.kernels import log_probs
-from mambaslots.inference.kernels.log_probs import top_log_probs
+from mambaslots.inference.kernels import sampling
+from mambaslots.inference.kernels.sampling import top_log_probs
 from oracle.drafters import MODES, speculating
 from oracle.faults import InjectedError, failing
 from oracle.recurrent_lm import RecurrentLM
@@ -59,7 +59,7 @@ def test_the_top_of_each_row_is_that_of_a_stable_sort(
     no_token[:, vocab_size // 2] = False
     logits[no_token] = -torch.inf
     number = min(number, vocab_size)
-    with patch.object(log_probs, "TOP_ROWS", block):
+    with patch.object(sampling, "TOP_ROWS", block):
         ids, values_there = top_log_probs(logits, number)
     expected_ids, expected = sorted_rows(logits, number)
     assert torch.equal(ids, expected_ids)
