@@ -36,12 +36,11 @@ if TYPE_CHECKING:
     from .inference.contexts.cache.pool_stats import COMPUTE_REASONS
     from .inference.contexts.cache.prefix_cache import PrefixCache
     from .inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-    from .inference.contexts.step_inputs import StepInputs
+    from .inference.contexts.step_inputs import Model, StepInputs
     from .inference.engines.async_engine import AsyncEngine
     from .inference.engines.drafter import Drafter, NgramDrafter
     from .inference.engines.dynamic_engine import DynamicInferenceEngine
     from .inference.engines.engine_observer import EngineObserver, StepReport
-    from .inference.engines.model_protocol import Model
     from .inference.engines.streams import TokenStream
     from .inference.kernels.kernel_set import kernel_set
     from .inference.kernels.step_rows import AttentionRows

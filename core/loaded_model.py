@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .files import CONFIG, ModelFolderError, model_folder, read_object
-from .inference.engines.model_protocol import Model
+from .inference.contexts.step_inputs import Model
 from .models import HybridLM
 from .models.weights import MODEL_TYPE, read_config
 from .parallel_groups import ParallelGroups

@@ -10,8 +10,8 @@ import torch
 
 from ..config import InferenceConfig
 from ..engine_sizes import context_length, largest_fitting_config, served_dtype
+from ..inference.contexts.step_inputs import Model
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.model_protocol import Model
 from ..loaded_model import LoadedModel, load
 from ..parallel_groups import ParallelGroups
 from ..state_spec import HybridStateSpec

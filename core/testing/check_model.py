@@ -10,9 +10,8 @@ from torch import Tensor
 from ..config import MAX_SPECULATIVE_TOKENS, InferenceConfig
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..inference.contexts.dynamic_request import Batch
-from ..inference.contexts.step_inputs import StepInputs, StepShape
+from ..inference.contexts.step_inputs import Model, StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
-from ..inference.engines.model_protocol import Model
 from ..params_and_results import SamplingParams
 from ..state_spec import HybridStateSpec
 from ..validation import INT32_MAX, ceil_div, integer, integers, real, shown

@@ -6,7 +6,7 @@ from collections import deque
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines.model_protocol import Model
+from mambaslots.inference.contexts.step_inputs import Model
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.float32_rule import Comparison
 from oracle.led_ranks import begin, fail_in, present

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import mambaslots as ms
-from mambaslots.inference.engines.model_protocol import Model
+from mambaslots.inference.contexts.step_inputs import Model
 from oracle.plans import SwitchedPlan
 
 from .faulty_copies import make_faulty

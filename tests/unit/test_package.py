@@ -123,7 +123,7 @@ def test_a_package_imports_only_what_its_row_names() -> None:
     [
         ("inference.contexts.cache.tier", "inference.contexts.step_inputs"),
         ("inference.kernels.conv", "inference.contexts.cache.hashing"),
-        ("layers.mixer_step", "inference.engines.model_protocol"),
+        ("layers.mixer_step", "inference.engines.scheduler"),
         ("files", "state_spec"),
         ("validation", "inference.contexts.cache.paths"),
         ("inference.contexts.cache.tier", "params_and_results"),

@@ -4,7 +4,7 @@ Made of `cache`, which decides by numbers alone, and `kernels`, which move tenso
 
 dynamic_request                 a request, what it holds and computes; its tokens as a drafter reads them
 admission                       how a request gets a row, a live slot and blocks
-step_inputs, step_builder       what a model reads; the one buffer in which it crosses to the device
+step_inputs, step_builder       a model, what it reads; the one buffer in which it crosses to the device
 padding                         the sizes that steps are padded to
 request_states, device_memory   the pool of states, and where each request's is; the tensors of all pools
 pool_sizes                      how large the pools are

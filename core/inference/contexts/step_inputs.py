@@ -1,4 +1,4 @@
-"""What a model reads in one step, and the sizes of its tensors."""
+"""A model, what it reads in one step, and the sizes of these tensors."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from torch import Tensor
 
+from ...state_spec import HybridStateSpec
 from ..kernels.step_rows import AttentionRows, ConvRows, ReplayRows, ScanRows, TailRows
 from .dynamic_request import Batch
 from .request_states import StatePool
@@ -253,6 +254,28 @@ INDEX_FIELDS = tuple(
     if hasattr(each.type, "__metadata__")
 )
 """All index tensors, in their order in the step buffer."""
+
+
+class Model(Protocol):
+    """A hybrid model that a `DynamicInferenceEngine` can serve.
+
+    `testing.check_model` checks that a model keeps the rules of `StepInputs`.
+    """
+
+    def state_spec(self) -> HybridStateSpec:
+        """What the context allocates for this model; the same at every call."""
+
+    def __call__(self, inputs: StepInputs) -> Tensor:
+        """Compute one step.
+
+        Args:
+            inputs: the step. Its `kv_cache` is written at `kv_write_positions`, and its `state_pool` at the
+                destinations, before the call returns or, on a GPU, in the order of the current stream.
+
+        Returns:
+            Logits of `inputs.logit_tokens`: [len(inputs.logit_tokens), vocab_size], floating point, on the
+            device of `state_spec()`.
+        """
 
 
 class StepObserver(Protocol):

@@ -12,7 +12,7 @@ engine_description                  what serves the model, as an operator reads 
 scheduler, drafter                  which requests advance; guesses at their next tokens
 step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
 logits_changes                      penalties, biases
-model_protocol, cuda_graphs         what a model offers; its steps as CUDA graphs
+cuda_graphs                         a model's steps as CUDA graphs
 dummy_steps                         steps without users
 streams, async_engine, engine_thread
                                     an answer as its reader sees it; an engine in a thread of its own

@@ -15,13 +15,13 @@ from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import check_replays
 from ..contexts.padding import SMALLEST_RUNG, padded_to_few, padded_to_ladder, power_of_two, rung, rungs
 from ..contexts.pool_sizes import PoolSizes, with_total_gb
+from ..contexts.step_inputs import Model
 from ..kernels import attention
 from ..kernels.operands import FEW_ROWS
 from . import forward_check, product_check
 from .cuda_graphs import Forward, with_few_rows
 from .dummy_steps import DummySteps
 from .invariance_stamp import read_stamp, stamp_of, write_stamp
-from .model_protocol import Model
 from .product_check import BatchVarianceError
 
 SETTING = "batch_invariant is True"

@@ -14,8 +14,7 @@ from torch import Tensor
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.padding import SMALLEST_RUNG, power_of_two, rung
-from ..contexts.step_inputs import StepInputs, StepShape
-from .model_protocol import Model
+from ..contexts.step_inputs import Model, StepInputs, StepShape
 
 SMALLEST_PREFILL_TOKENS = 16
 MAX_PREFILL_TOKENS = 512

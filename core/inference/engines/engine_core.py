@@ -23,9 +23,9 @@ from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.cache.pins import PinnedPrefix
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
+from ..contexts.step_inputs import Model
 from .drafter import Drafter
 from .engine_observer import NewTokens, Observers, StepReport
-from .model_protocol import Model
 from .scheduler import Scheduler
 from .step_runner import StepRunner
 

@@ -14,7 +14,7 @@ import torch
 from ...config import InferenceConfig
 from ...files import read_regular, replacing
 from ...state_spec import HybridStateSpec
-from .model_protocol import Model
+from ..contexts.step_inputs import Model
 
 
 def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Path | None:

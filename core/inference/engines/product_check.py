@@ -13,10 +13,9 @@ from ...config import InferenceConfig
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_request import DynamicInferenceRequest
 from ..contexts.padding import rungs
-from ..contexts.step_inputs import StepShape
+from ..contexts.step_inputs import Model, StepShape
 from ..kernels.operands import FEW_ROWS
 from .dummy_steps import DummySteps
-from .model_protocol import Model
 
 BASE_ROWS = 256
 """Different rows of the operands. Larger products repeat them, so that a row comes at several places."""

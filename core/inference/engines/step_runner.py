@@ -15,14 +15,13 @@ from ...params_and_results import GeneratedToken, SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
 from ..contexts.padding import padded_to_ladder
-from ..contexts.step_inputs import StepInputs, StepShape
+from ..contexts.step_inputs import Model, StepInputs, StepShape
 from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.sampling import log_probs_of, sample, top_log_probs
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens
 from .logits_changes import LogitsChanges, Row
-from .model_protocol import Model
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:

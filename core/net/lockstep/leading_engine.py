@@ -14,11 +14,11 @@ from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...errors import KVBlockCapacityError, MambaSlotCapacityError
 from ...inference.contexts.dynamic_request import DynamicInferenceRequest
+from ...inference.contexts.step_inputs import Model
 from ...inference.engines.drafter import Drafter
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
 from ...inference.engines.engine_core import CoreCall, signals_deferred
 from ...inference.engines.engine_thread import thread_over
-from ...inference.engines.model_protocol import Model
 from ...parallel_groups import ParallelGroups
 from ...validation import LONGEST_TIMEOUT_S, real, refused
 from ..all_ranks import RankDiedError
