@@ -39,16 +39,12 @@ class Scrubber(MemoryCleaner):
 
             return DirtyEntries(zero_in_owner if scrubs else None)
 
-        self.host_slots = DirtyEntries()
+        self.host_slots = DirtyEntries()  # of a tier of host memory, if the context has one
         self.blocks = entries(lambda pools, blocks: _zero(pools.kv_cache, 2, blocks))
         self.slots = entries(_zero_slots)
         self.live = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
         self.inputs = entries(_zero_inputs)
         self.scratch = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
-
-    def connect(self, host_slots: DirtyEntries) -> None:
-        """Also zero what becomes free in the tier of host memory."""
-        self.host_slots = host_slots
 
     def scrub(self) -> None:
         """Zero all dirty entries; does nothing where there are none."""

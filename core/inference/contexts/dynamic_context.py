@@ -55,7 +55,7 @@ class DynamicInferenceContext:
         pool, scrubber = memory.state_pool, memory.scrubber
         tier = tier_of(config, spec, memory.durable_pool)
         if tier is not None:
-            scrubber.connect(tier.host.dirty)
+            scrubber.host_slots = tier.host.dirty
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks, sizes.num_mamba_slots, config.block_size_tokens, config.eviction_policy,
             enabled=config.enable_prefix_caching, clock=clock,

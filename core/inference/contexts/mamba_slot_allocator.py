@@ -388,6 +388,8 @@ class MambaSlotAllocator:
             raise
         self.register_block_hashes_batch(blocks, hashes)
 
+    # megatron-core's own tests replace and call the next three, under these names.
+
     def _collect_commit_data(self) -> WrittenStates:
         """The states at the step's planned boundaries whose blocks have none yet."""
         metadata = self.context.mamba_metadata

@@ -98,10 +98,6 @@ class RequestFactory:
         if self._config.enable_prefix_caching:
             request.chain.extend_to(request.tokens)  # here, so that a crowd of new requests delays no step
 
-    def continue_ids(self, next_ids: tuple[int, int]) -> None:
-        """Give the next requests the ids that they have on the leading rank."""
-        self.next_ids = next_ids
-
     def skip_ids(self) -> None:
         """Let ranks whose engines failed at different requests go on with equal ids."""
         users, other = self.next_ids

@@ -194,9 +194,9 @@ class DynamicInferenceEngine:
         """
         self.ensure_usable("step")
         try:
-            while (report := self.core.take_report()) is None:
+            while not self.core.reports:
                 self._advance(reports=True, claims_results=claims_results)
-            return report
+            return self.core.reports.popleft()
         except BaseException as error:
             self._break_on_interrupt(error)
             raise

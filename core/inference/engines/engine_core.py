@@ -180,18 +180,10 @@ class EngineCore:
         """The result of a request that has ended; once."""
         return self.unclaimed.pop(request_id, None)
 
-    def take_report(self) -> StepReport | None:
-        """The first of `reports`; once."""
-        return self.reports.popleft() if self.reports else None
-
     def discard_results(self) -> None:
         """Remove all results and reports: they have no reader."""
         self.unclaimed.clear()
         self.reports.clear()
-
-    def adopt(self, request: DynamicInferenceRequest) -> None:
-        """Own a request that could not be queued: `reset` ends it."""
-        self.requests[request.request_id] = request
 
     # ---- what calls are possible
 

@@ -130,7 +130,7 @@ class CallFunction(_Call, frozen=True, array_like=True, tag="function"):
     ids: tuple[int, int]
 
     def make(self, engine: DynamicInferenceEngine) -> None:
-        engine.factory.continue_ids(self.ids)
+        engine.factory.next_ids = self.ids
         try:
             with on_device_of(engine.context.spec.device):  # `follow` may run in any thread
                 resolve_name(self.function)(engine, *self.arguments)

@@ -151,8 +151,8 @@ class LeadingEngine(DynamicInferenceEngine):
         with signals_deferred(), self._lock:
             try:
                 if call == "reset":
-                    for _, request in self._late_requests:
-                        self.core.adopt(request)
+                    # They could not be queued: `reset` ends them, too.
+                    self.core.requests |= {late.request_id: late for _, late in self._late_requests}
                     self._late_requests.clear()
                     self._await_differences()
                     self._followers.has_broken_rank = False

@@ -83,10 +83,6 @@ class PinnedPrefixes:
         self._slots.unpin(slot)
         self._kv_blocks.release_memory_blocks(blocks)
 
-    def unpin_all(self) -> None:
-        for prefix in list(self.held):
-            self.unpin(prefix)
-
     def clear(self) -> None:
         """Remove all pins; the caller resets the allocators."""
         self.held.clear()

@@ -343,7 +343,8 @@ class PrefixCache:
         for path in paths:
             path.caches = False
             path.rolling_block = -1
-        self.pins.unpin_all()
+        for prefix in list(self.pins.held):
+            self.pins.unpin(prefix)
         if self.tier is not None:
             self.tier.clear()
         self.slots.clear()  # first: no state may be findable once its block is free
