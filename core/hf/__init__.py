@@ -6,8 +6,7 @@ load, tokenizer                      a model's folder: config and weights; token
 weight_files, weight_sources         its tensors, and the modules to which they go
 architectures, served_model          which architectures are served, and such a model as an engine calls it
 current_step, mixer_forwards         a step's sequences while the model runs; mixers that read cached states
-interfaces                           the attention and experts that transformers calls
-layer_forwards, fused_modules        layers, norms, attention and MLPs in fewer launches
+layer_forwards, fused_modules        layers, norms, attention and MLPs in fewer launches; experts
 joint_linear                         linear modules of one input, multiplied as one
 moved_hooks                          private parts of transformers that another version lacks
 split                                a rank's part of each weight

@@ -27,7 +27,7 @@ from ..state_spec import (
     short_conv_states,
 )
 from .current_step import CurrentStep
-from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
+from .fused_modules import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
 from .layer_forwards import Branches, falcon_h1_branches, granite_branches, nemotron_h_branches, two_branches
 from .mixer_forwards import GatedDeltaNetForward, Mamba2Forward, short_conv_forward
 from .moved_hooks import names_moved_hooks

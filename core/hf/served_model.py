@@ -11,8 +11,7 @@ from ..parallel_groups import ParallelGroups, checked_groups
 from ..state_spec import HybridStateSpec
 from . import architectures
 from .current_step import CurrentStep
-from .fused_modules import AttentionForward
-from .interfaces import ATTENTION_NAME, EXPERTS_NAME, register_with_transformers
+from .fused_modules import ATTENTION_NAME, EXPERTS_NAME, AttentionForward, register_with_transformers
 from .joint_linear import join_weights
 from .layer_forwards import modules_of, replace_forwards
 from .moved_hooks import names_moved_hooks

@@ -108,7 +108,7 @@ class DynamicInferenceContext:
             self.config, self._chunk_size, self.prefix_cache, self._request_states, self.memory
         )
 
-    # ---- what observers read
+    # ---- requests
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
@@ -119,8 +119,6 @@ class DynamicInferenceContext:
     def pool_tokens(self) -> int:
         """The most tokens that one request can have KV of."""
         return self.admission.max_blocks * self.config.block_size_tokens
-
-    # ---- requests
 
     def release(self, request: DynamicInferenceRequest, *, discard: bool = False) -> None:
         """Release what the request has; `discard`: its cached prefix, too, because the model went wrong."""

@@ -84,8 +84,6 @@ class BatchInvariance:
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
 
-    # ---- the check
-
     def _check_once(self, model: Model, config: InferenceConfig) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
         stamp = stamp_of(model, self._spec, config)

@@ -320,8 +320,6 @@ class EngineCore:
         if self.observers.pending_ends:
             self.observers.notify_ended()
 
-    # ---- a step
-
     def _end_step(self, batch: Batch, tokens: NewTokens, invalid: Sequence[int]) -> StepReport:
         """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from mambaslots.files import SERVED_MODEL_TYPES
 from mambaslots.hf import architectures
-from mambaslots.hf.interfaces import attention_forward
+from mambaslots.hf.fused_modules import attention_forward
 from mambaslots.hf.served_model import ServedModel
 from mambaslots.models.weights import MODEL_TYPE
 from oracle.hf_models import CONFIGS, VOCABULARY, reference_logits, reference_model, served_model, tiny_config

@@ -380,8 +380,6 @@ class BlockTree:
         self.turnover.by_cause[cause] += len(hashes)
         return hashes
 
-    # ---- the whole
-
     def check_integrity(self, held: set[int]) -> None:
         """Raise AssertionError where the maps contradict each other; `held`: the blocks that are held."""
         registered = {block for block, parent in enumerate(self.parents) if parent >= 0}

@@ -187,8 +187,6 @@ class KVBlockAllocator:
         if discard:
             self._deregister([block for block in cached if tree.take_leaf(block)], "discarded")
 
-    # ---- prefixes
-
     def register_chain(
         self, parent: Parent, block_ids: Sequence[int], hashes: Sequence[int], tokens: Sequence[bytes]
     ) -> list[int]:
@@ -302,8 +300,6 @@ class KVBlockAllocator:
         for block in leaves:
             self.tree.take_leaf(block)
         self._deregister(leaves, "new_block")
-
-    # ---- checks
 
     def _checked(self, block_ids: Sequence[int]) -> list[int]:
         return checked_integers("block_ids", block_ids, 0, self.total_count - 1)

@@ -109,11 +109,6 @@ class MemoryDivision:
         """Whether more memory would not be used: `_MAX_NUMBERS` slots or blocks are there."""
         return self.num_units == _MAX_NUMBERS // max(self.shape)
 
-    @property
-    def first_state_unit(self) -> int:
-        """The first of the units that hold states at the start: half of the units do, or fewer."""
-        return max(self.num_kv_units, ceil_div(self.num_units, 2))
-
     def total_bytes(self, sizes: UnitSizes) -> int:
         """Bytes of the memory on a rank."""
         before = self.num_fixed_slots * self.shape.slot_stride(sizes)
@@ -146,7 +141,8 @@ class MemoryUnits:
         self.num_kv_units = division.num_kv_units
         self.num_spare_units = division.slots_per_request + 2  # live slots, the state resumed, one more
         self._first_slot = division.num_fixed_slots
-        self.for_states = [unit >= division.first_state_unit for unit in range(division.num_units)]
+        first = max(division.num_kv_units, ceil_div(division.num_units, 2))  # at the start, of half or fewer
+        self.for_states = [unit >= first for unit in range(division.num_units)]
 
     def slots_of(self, unit: int) -> range:
         first = self._first_slot + unit * self.slots_per_unit

@@ -164,8 +164,6 @@ class StateSlots:
             self.release([slot])
         return changed
 
-    # ---- use
-
     def pin(self, slot: int) -> None:
         """Keep a committed slot from eviction until `unpin`. A slot may be pinned several times."""
         self.pins[slot] = self.pins.get(slot, 0) + 1

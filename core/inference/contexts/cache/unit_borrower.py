@@ -144,8 +144,6 @@ class UnitBorrower:
         self._kv_blocks.tree.set_references(blocks, 0)
         self._free_list.extend(reversed(blocks))
 
-    # ---- the whole
-
     def check_integrity(self) -> None:
         """Raise AssertionError where a unit that always holds KV holds states."""
         assert not any(self.units.for_states[: self.units.num_kv_units]), "KV has too few units"

@@ -16,6 +16,7 @@ from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.cache.memory import (
     UNIT_ALIGNMENT,
     MemoryDivision,
+    MemoryUnits,
     RankBudget,
     UnitShape,
     UnitSizes,
@@ -77,7 +78,7 @@ def test_a_division_fits_into_its_budget_and_holds_what_it_must(memory, num_live
             < division.total_bytes(SIZES) + division.shape.unit_bytes(SIZES)
         )
         assert division.num_kv_units * division.shape.blocks >= longest
-        assert division.num_kv_units <= division.first_state_unit <= division.num_units
+        assert not any(MemoryUnits(division).for_states[: division.num_kv_units])
 
 
 # ---- which unit
