@@ -78,7 +78,7 @@ class KVBlockAllocator:
         self.total_count = integer("total_count", total_count, 1, INT32_MAX)
         self._registers = boolean("enable_prefix_caching", enable_prefix_caching)
         self._units = units
-        self.unit_borrower: BlockBorrower | None = None  # a `UnitBorrower` sets it
+        self.unit_borrower: BlockBorrower | None = None  # `connect` sets it
         self.tree = BlockTree(self.total_count) if slots is None else slots.tree
         self._observers: list[DeregistrationObserver] = []
         self._dirty = dirty or DirtyEntries()
@@ -86,6 +86,10 @@ class KVBlockAllocator:
             BlocksByUnit(self.total_count, units.blocks_per_unit) if units else BlockStack()
         )
         self._clear_references()
+
+    def connect(self, unit_borrower: BlockBorrower) -> None:
+        """Move units of a shared memory by this borrower from now on."""
+        self.unit_borrower = unit_borrower
 
     def _clear_references(self) -> None:
         self.tree.clear_references()

@@ -40,7 +40,7 @@ class UnitBorrower:
         self._slots = slots
         self._clock_hand = 0  # the unit at which the next look begins
         self._cleaner = cleaner
-        kv_blocks.unit_borrower = self
+        kv_blocks.connect(self)
 
     # ---- states need memory
 
