@@ -67,9 +67,10 @@ class HybridLM(nn.Module):
             if first <= index < stop:
                 self.layers.append(layer)
         weights.prefix = ""
-        norms = [weights.ones(f"norms.{index}", config.hidden_size) for index in range(len(config.pattern))]
+        size, num_layers = config.hidden_size, len(config.pattern)
+        norms = [weights.full(f"norms.{index}", size, 1.0) for index in range(num_layers)]
         self.norms = nn.ParameterList(norms[first:stop])
-        final_norm = weights.ones("final_norm", config.hidden_size)
+        final_norm = weights.full("final_norm", config.hidden_size, 1.0)
         rows = [vocabulary_part_of(config.vocab_size, groups).indices]
         lm_head = weights.linear("lm_head", config.vocab_size, config.hidden_size, gain=3.0, rows=rows)
         if self._is_first_stage:

@@ -45,7 +45,7 @@ class MambaMixer(nn.Module):
         self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=own)
         self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=own)
         self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=own)
-        self.norm = weights.ones("norm", inner, rows=[x])
+        self.norm = weights.full("norm", inner, 1.0, rows=[x])
         self.out_proj = weights.linear("out_proj", config.hidden_size, inner, columns=[x])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
@@ -89,7 +89,7 @@ class GatedDeltaNet(nn.Module):
         one = torch.ones(num_heads, dtype=torch.float64, device="cpu")
         self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=own)
         self.A_log = weights.constant("A_log", -memory.log(), rows=own)
-        self.norm = weights.ones("norm", config.delta_value_dim)
+        self.norm = weights.full("norm", config.delta_value_dim, 1.0)
         self.out_proj = weights.linear("out_proj", config.hidden_size, values, columns=[v])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:

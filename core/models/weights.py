@@ -54,9 +54,6 @@ class ModelWeights:
         values = torch.full((size,), value, dtype=torch.float64, device="cpu")
         return self.constant(name, values, rows)
 
-    def ones(self, name: str, size: int, rows: Iterable[range] | None = None) -> nn.Parameter:
-        return self.full(name, size, 1.0, rows)
-
     def normal(
         self, name: str, *shape: int, std: float,
         rows: Iterable[range] | None = None, columns: Iterable[range] | None = None,

@@ -1,6 +1,6 @@
 """A token for each row of logits, the most likely one or a drawn one; log-probs of tokens, in torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,16 +22,13 @@ def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> tuple[Tensor, Tensor]:
         largest = logits.amax(dim=-1)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if draws:
-        _kernel_for(logits)(tokens, logits, largest, draws)
+        draw_tokens = torch_token_draws.draw_tokens
+        if runs_triton(logits.device) and logits.dtype != torch.float64:
+            from . import token_draws
+
+            draw_tokens = token_draws.draw_tokens
+        draw_tokens(tokens, logits, largest, draws)
     return tokens, largest
-
-
-def _kernel_for(logits: Tensor) -> Callable[[Tensor, Tensor, Tensor, Sequence[TokenDraw]], None]:
-    if runs_triton(logits.device) and logits.dtype != torch.float64:
-        from .token_draws import draw_tokens
-
-        return draw_tokens
-    return torch_token_draws.draw_tokens
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:

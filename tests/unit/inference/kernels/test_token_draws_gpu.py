@@ -4,7 +4,6 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots.inference.kernels import sampling
-from mambaslots.inference.kernels.token_draws import draw_tokens
 from oracle.sampled_rows import sample_rows, sampled
 from oracle.synchronisation import no_synchronisation
 
@@ -14,7 +13,7 @@ def device(request, monkeypatch) -> str:
     """Where the kernels run: on the CPU in triton's interpreter, which is off where there is a GPU."""
     if (request.param == "cuda") != torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU, or in the interpreter")
-    monkeypatch.setattr(sampling, "_kernel_for", lambda logits: draw_tokens)
+    monkeypatch.setattr(sampling, "runs_triton", lambda device: True)
     return request.param
 
 
