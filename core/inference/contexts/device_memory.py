@@ -11,7 +11,7 @@ from ...config import InferenceConfig
 from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable, ceil_div
-from .cache.dirty_entries import DirtyEntries, MemoryCleaner
+from .cache.free_entries import DirtyEntries, MemoryCleaner
 from .cache.memory import UNIT_ALIGNMENT, UnitSizes
 from .input_blocks import input_block_offsets, input_bytes, input_shapes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots

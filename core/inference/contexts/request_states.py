@@ -11,7 +11,7 @@ from ...state_spec import SCALES, SlotLayout, StateTensor
 from ...validation import addressable
 from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
-from .cache.dirty_entries import DirtyEntries
+from .cache.free_entries import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .dynamic_request import Allocation, Batch, ScheduledRequest
 

@@ -9,8 +9,8 @@ from ....validation import INT32_MAX, boolean, integer
 from .block_tree import BlockTree
 from .cached_states import PrefixMatch, Span, match_prefix
 from .checkpoint_plan import CheckpointPlan
-from .dirty_entries import MemoryCleaner
 from .eviction import PolicyChoice, checked_policy
+from .free_entries import MemoryCleaner
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits

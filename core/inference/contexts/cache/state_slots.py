@@ -9,8 +9,8 @@ from typing import Protocol
 from ....errors import MambaSlotCapacityError
 from .block_tree import BlockTree
 from .cached_states import CachedStates
-from .dirty_entries import DirtyEntries
 from .eviction import LRUEviction, PolicyChoice
+from .free_entries import DirtyEntries
 from .memory import MemoryUnits
 from .pool_stats import STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
 from .tier import HostTier

@@ -4,7 +4,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .dirty_entries import DirtyEntries
+from .free_entries import DirtyEntries
 from .pool_stats import TierStats
 
 logger = logging.getLogger(__name__)

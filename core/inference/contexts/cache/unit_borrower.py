@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .dirty_entries import MemoryCleaner
-from .free_blocks import BlocksByUnit
+from .free_entries import BlocksByUnit, MemoryCleaner
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots

@@ -7,7 +7,7 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.cache.dirty_entries import DirtyEntries
+from mambaslots.inference.contexts.cache.free_entries import DirtyEntries
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.engine_core import EngineCore
 from oracle import drafters

@@ -1,11 +1,27 @@
-"""The free list of KV blocks in a memory of units."""
+"""The free entries of pools: the free lists of KV blocks, and which entries are not zero yet."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+
+Zero = Callable[[Sequence[int]], None]
+
+
+class BlockStack(list[int]):
+    """A stack: the block freed last is allocated first."""
+
+    def reset(self, free: list[int]) -> None:
+        """These blocks are free now, and no others; the last one is allocated first."""
+        self[:] = free
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        cut = len(self) - num_blocks
+        blocks = self[cut:][::-1]
+        del self[cut:]
+        return blocks
 
 
 class BlocksByUnit:
-    """Best fit: a call's blocks come from units with just enough free blocks; O(blocks of a unit)."""
+    """Best fit in a memory of units: blocks come from units with just enough free; O(blocks of a unit)."""
 
     def __init__(self, total_count: int, blocks_per_unit: int) -> None:
         self._size = blocks_per_unit
@@ -69,3 +85,53 @@ class BlocksByUnit:
             assert all(len(self._of_unit[unit]) == count for unit in units), "a unit's count of blocks is off"
         assert sum(map(len, self._units_with)) == len(self._of_unit), "a unit is counted nowhere, or twice"
         assert len(list(self)) == self._num_free, "the count of free blocks is off"
+
+
+class DirtyEntries:
+    """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`."""
+
+    def __init__(self, zero: Zero | None = None) -> None:
+        """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
+        self.zeroes = zero is not None  # callers that free and allocate often ask this first
+        self._zero = zero
+        self._entries: set[int] = set()
+
+    def add(self, entries: Iterable[int]) -> None:
+        """These entries are free now, and not zero."""
+        if self._zero is not None:
+            self._entries.update(entries)
+
+    def clean(self, entries: Iterable[int]) -> None:
+        """Zero those of these entries that are dirty, before they are allocated."""
+        if self._entries and self._zero is not None:
+            found = self._entries.intersection(entries)
+            if found:
+                self._zero(sorted(found))
+                self._entries -= found  # last: an interrupted call zeroes again
+
+    def has_any(self, entries: Iterable[int]) -> bool:
+        return not self._entries.isdisjoint(entries)
+
+    def remove(self, entries: Iterable[int]) -> None:
+        """These entries are zero, or another pool owns their memory."""
+        self._entries.difference_update(entries)
+
+    def scrub(self) -> None:
+        """Zero all dirty entries."""
+        if self._entries:
+            self.clean(self._entries.copy())
+
+    def clear(self) -> None:
+        """The pool has no memory, or is all zeros."""
+        self._entries.clear()
+
+
+class MemoryCleaner:
+    """Zeroes freed entries of the pools before another owner can have them; this one zeroes nothing."""
+
+    def __init__(self) -> None:
+        self.blocks = DirtyEntries()
+        self.slots = DirtyEntries()
+
+    def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
+        """Zero a unit of shared memory before it changes sides; `entries`, `dirty`: of the freeing side."""
