@@ -250,6 +250,10 @@ class Admission:
         boundaries = self._boundaries(scheduled.allocation, scheduled.start, stop)
         return replace(scheduled, stop=stop, drafts=drafts, boundaries=boundaries)
 
+    def num_input_blocks(self, num_tokens: int) -> int:
+        """KV blocks for the inputs of a request with so many tokens: of those since the last grid point."""
+        return self.input_table.num_input_blocks(num_tokens) if self._has_input_blocks else 0
+
     # ---- blocks and boundaries of a scheduled request
 
     def trim(self, allocation: Allocation) -> None:
@@ -272,8 +276,7 @@ class Admission:
         """Whether the blocks up to `stop` are available; where the request waits, of its whole prompt."""
         path = request.allocation.path if request.allocation is not None else None
         end = len(request.tokens) if path is None else stop
-        num_input_blocks = self.input_table.num_input_blocks(end)
-        return self._cache.can_hold(self._num_blocks(end), match, path, num_input_blocks)
+        return self._cache.can_hold(self._num_blocks(end), match, path, self.num_input_blocks(end))
 
     def _unpin_resumed(self) -> bool:
         """Unpin what running requests resumed from until a waiting one can get live slots; False: too few."""

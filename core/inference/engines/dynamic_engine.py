@@ -156,7 +156,7 @@ class DynamicInferenceEngine:
         self._unfinished_request(request_id)
         result = self._apply(self.core.end, request_id, reason)
         self.core.claim(request_id)
-        self.core.observers.notify_ended()
+        self.core.notify_ended()
         return result
 
     def _unfinished_request(self, request_id: int) -> DynamicInferenceRequest:
@@ -226,7 +226,7 @@ class DynamicInferenceEngine:
         """Cancel the requests whose streams were dropped, and notify observers of all that have ended."""
         for request_id, reason in self.core.queued_cancels(lambda: self._can_cancel):
             self._apply(self.core.end, request_id, reason)
-        self.core.observers.notify_ended()
+        self.core.notify_ended()
 
     def settle(self) -> None:
         """As `ensure_usable`, but does nothing during a step, or where the engine is broken."""

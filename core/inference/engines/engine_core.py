@@ -288,7 +288,7 @@ class EngineCore:
             self._reset()
             self._complete()
             self.broken_by = None
-        self.observers.notify_ended()
+        self.notify_ended()
         self.weights_version = weights_version
         if allocated != self._context.memory.is_allocated:
             self.resume() if allocated else self.suspend()
@@ -315,6 +315,10 @@ class EngineCore:
         """Queue an end for the observers, who receive it unless it is undone before."""
         if self.observers.known:
             self.observers.pending_ends.append((request, result))
+
+    def notify_ended(self) -> None:
+        if self.observers.pending_ends:
+            self.observers.notify_ended()
 
     def _end_step(self, batch: Batch, tokens: NewTokens, invalid: Sequence[int]) -> StepReport:
         """End the requests that are complete, and the `invalid` ones, whose logits are no numbers."""

@@ -199,7 +199,7 @@ class Scheduler:
     def _num_entries(self, request: DynamicInferenceRequest) -> int:
         """How many KV blocks, and blocks for inputs, the request needs."""
         num_tokens = len(request.tokens)
-        num_input_blocks = self._context.admission.input_table.num_input_blocks(num_tokens)
+        num_input_blocks = self._context.admission.num_input_blocks(num_tokens)
         return ceil_div(num_tokens, self._config.block_size_tokens) + num_input_blocks
 
     def _fits_beside_pins(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:

@@ -26,7 +26,7 @@ class _Call(msgspec.Struct, frozen=True, array_like=True):
         if name != "reset":
             engine.core.ensure_usable(name)
         getattr(engine.core, name)(*arguments)
-        engine.core.observers.notify_ended()  # no result has a reader here: each request has an owner
+        engine.core.notify_ended()  # no result has a reader here: each request has an owner
 
     def _method_call(self, engine: DynamicInferenceEngine) -> tuple[Any, ...]:
         """The name of the method of `EngineCore`, and its arguments."""

@@ -15,14 +15,14 @@ checkpoint_plan      which boundaries a step stores; imports no other part
 pins                 prefixes that stay until they are unpinned
 block_tree           the index of blocks: who holds and who continues them, which go next, which are gone
 cached_states        the index of states: slots, hashes, uses; the match of a sequence, and its reasons
-kv_block_allocator   KV blocks: references, eviction; checks the arguments of a host
+kv_block_allocator   KV blocks: the free list, eviction; checks the arguments of a host
 state_slots          slots: free, reserved, committed, live; pins; which states are evicted or fetched
 eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value
 state_tree           what that policy knows of prefixes, ghosts included
 use_rates            how soon requests come back to a state of each class
 memory               both pools as units of one memory; unit_borrower moves units between them
-free_entries         the free lists of blocks; which free entries of a pool are not zero yet
+free_entries         the free list in a memory of units; which free entries are not zero yet
 tier                 which states have a copy in host memory or in a file
 hashing              chained hashes of blocks, and salts
 pool_stats           counts, and why tokens were computed or entries removed

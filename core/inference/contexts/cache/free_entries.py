@@ -1,4 +1,4 @@
-"""The free entries of pools: the free lists of KV blocks, and which entries are not zero yet."""
+"""The free entries of pools: KV blocks in a memory of units, and which entries are not zero yet."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -6,22 +6,8 @@ from itertools import chain
 Zero = Callable[[Sequence[int]], None]
 
 
-class BlockStack(list[int]):
-    """A stack: the block freed last is allocated first."""
-
-    def reset(self, free: list[int]) -> None:
-        """These blocks are free now, and no others; the last one is allocated first."""
-        self[:] = free
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        cut = len(self) - num_blocks
-        blocks = self[cut:][::-1]
-        del self[cut:]
-        return blocks
-
-
 class BlocksByUnit:
-    """Best fit in a memory of units: blocks come from units with just enough free; O(blocks of a unit)."""
+    """The free list in a memory of units. Best fit: blocks come from units with just enough free; O(blocks of a unit)."""
 
     def __init__(self, total_count: int, blocks_per_unit: int) -> None:
         self._size = blocks_per_unit

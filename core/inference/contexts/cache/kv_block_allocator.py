@@ -9,7 +9,7 @@ from typing import Protocol
 from ....errors import KVBlockCapacityError
 from ....validation import INT32_MAX, boolean, checked_integers, integer, refused
 from .block_tree import BlockTree, Parent
-from .free_entries import BlocksByUnit, BlockStack, DirtyEntries
+from .free_entries import BlocksByUnit, DirtyEntries
 from .memory import MemoryUnits
 from .pool_stats import Clock, KVRemovalCause
 from .state_slots import StateSlots
@@ -26,6 +26,20 @@ class BlockBorrower(Protocol):
     def num_blocks_to_borrow(self, pinned: Sequence[int] | None = None) -> int: ...
 
     def borrow_blocks(self, num_blocks: int) -> None: ...
+
+
+class BlockStack(list[int]):
+    """A stack: the block freed last is allocated first."""
+
+    def reset(self, free: list[int]) -> None:
+        """These blocks are free now, and no others; the last one is allocated first."""
+        self[:] = free
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        cut = len(self) - num_blocks
+        blocks = self[cut:][::-1]
+        del self[cut:]
+        return blocks
 
 
 class KVBlockAllocator:
