@@ -7,7 +7,7 @@ Zero = Callable[[Sequence[int]], None]
 
 
 class BlocksByUnit:
-    """The free list in a memory of units. Best fit: blocks come from units with just enough free; O(blocks of a unit)."""
+    """The free list in a memory of units: blocks come from units with just enough; O(blocks of a unit)."""
 
     def __init__(self, total_count: int, blocks_per_unit: int) -> None:
         self._size = blocks_per_unit
