@@ -225,7 +225,7 @@ def shares() -> str:
         "ours-lru": "mambaslots, LRU",
         "vllm": "vLLM's rules",
         "sglang": "SGLang's rules",
-        "sglang-cap-3": "SGLang's rules, at most 3 states per prompt",
+        "sglang-cap-3": "SGLang's rules with `--mamba-max-states-per-path 3` (default: no limit)",
     }
     rows = ([name, *(f"{100 * found[row][trace]:.1f} %" for trace in traces)] for row, name in names.items())
     return markdown(["prompt tokens resumed by", *traces], rows)

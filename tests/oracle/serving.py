@@ -101,6 +101,9 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     make_drafter, in_place = settings.pop("make_drafter", None), settings.pop("in_place", False)
     model = settings.pop("model", None) or small_model()
     is_poisoned = settings.pop("poisoned", False)
+    if DEFAULTS.get("decode_by_replay"):  # which refuses the smallest steps of some scenarios
+        least = model.state_spec().chunk_tokens(settings["block_size_tokens"]) + settings["max_requests"] - 1
+        settings["max_tokens_per_step"] = max(settings["max_tokens_per_step"], least)
     if in_place:
         from oracle.drafters import InPlaceModel
 
