@@ -5,13 +5,14 @@ A name is imported at its first use: `import mambaslots` and the cache alone nee
 llm, loaded_model            a model with its text, and an engine of a size for this machine
 engine_sizes, progress       the sizes that are not given; bars of what takes long
 config, named_policies       settings of an engine; eviction policies and plans as text
-request                      what a request asks for and returns
+params_and_results           what a request asks for and returns
 cache_stats                  what became of prompt tokens, and how full the pools are
 state_spec, model_parts      what a model keeps of a sequence; which part of it a rank holds
 parallel_groups              the process groups of a split model
 devices                      the current device, and numbers that the host sends to one
 files, errors, validation    a model's files; errors of capacity and of an engine; argument checks
 version                      this version, and the newest tested ones of others
+__main__                     `python -m mambaslots`: the command of `cli`
 lazy_names                   public names that are imported at their first use
 
 docs/architecture.md says what each package may import.

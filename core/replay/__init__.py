@@ -1,5 +1,8 @@
 """What a cache would have resumed: traces, served by the engine's bookkeeping without a model.
 
+A replay runs the scheduler of `engines` over `contexts` and their cache. `hf` reads the config of a model's
+folder, for `setting`.
+
 trace, read_trace                    requests in their order, and a line of a file; files
 recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
 setting                              sizes of a model, memory and limits

@@ -2,7 +2,8 @@
 
 A request goes through them in this order:
 
-server, server_settings, connections the process; clients that half-close, processes out of descriptors
+server, server_settings, connections
+                                     the process; clients that half-close, processes out of descriptors
 app, middleware                      endpoints; around each: the header Host, keys, an id, a log line
 service                              admits requests, within the server's limits
 jobs, requests                       a body's bytes become a job; a body as a model, which checks each field

@@ -12,6 +12,11 @@ finds them. A host makes a `MambaCacheConfig` and `MambaBuffers` at start, and c
 
 Steps 4 and 5 are for steps with drafts. `advance` is the rule behind step 2, for a host whose forward reads
 the old column and writes the new one (copy-free). Triton is imported when buffers are made for a CUDA device.
+
+align_host                       steps 1, 2, 4 and 5 under vLLM's names
+align_rule                       which column holds which state: the rule
+align_kernels, align_reference   the copies of states, in Triton and in plain torch
+chunk_metadata                   SSD chunks on the grid that serves a prefix cache
 """
 
 from .align_host import (

@@ -223,6 +223,33 @@ def test_capacity_errors_say_what_was_required_and_available(error: type) -> Non
     assert "3" in str(raised)
 
 
+NAMES_OF_ROW = re.compile(r"^([\w/*]+(?:, [\w/*]+)*)(?:,? {2,}\S|: |,?\n {2,}\S)", re.MULTILINE)
+"""The modules and folders before the two spaces, colon or line break of a row in a text of `__init__`."""
+
+
+def files_of_name(room: Path, name: str) -> set[Path]:
+    return set(room.glob(name if name.endswith("/") else f"{name}.py"))
+
+
+def names_in_text(room: Path) -> list[str]:
+    """The names in the rows of a room's text, without its first line, a sentence."""
+    text = (ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "").partition("\n")[2]
+    return [name for row in NAMES_OF_ROW.finditer(text) for name in row[1].split(", ")]
+
+
+def test_rows_of_an_init_text_name_the_modules_of_its_room() -> None:
+    rooms = [init.parent for init in CORE.rglob("__init__.py")]
+    named = [
+        (room.relative_to(CORE), name, files_of_name(room, name))
+        for room in rooms
+        for name in names_in_text(room)
+    ]
+    assert [f"{room}: {name}" for room, name, files in named if not files] == []
+    modules = {path for path in CORE.rglob("*.py") if path.name != "__init__.py"}
+    missing = modules - {file for _, _, files in named for file in files}
+    assert sorted(str(path.relative_to(CORE)) for path in missing) == []
+
+
 # Of what users do, of what goes wrong anywhere, and of the folders beside core.
 OTHER_TESTS = {"bad_input", "benchmarks", "disasters", "examples", "faults", "hf/configs", "tools"}
 

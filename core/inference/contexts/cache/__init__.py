@@ -21,7 +21,8 @@ eviction             the interface of policies, and LRU
 value_eviction       the default policy: classes of states, their rates of use, the order by value
 state_tree           what that policy knows of prefixes, ghosts included
 use_rates            how soon requests come back to a state of each class
-memory               both pools as units of one memory; unit_borrower moves units between them
+memory, unit_borrower
+                     both pools as units of one memory; what moves units between them
 free_entries         the free list in a memory of units; which free entries are not zero yet
 tier                 which states have a copy in host memory or in a file
 hashing              chained hashes of blocks, and salts
