@@ -214,7 +214,8 @@ class FleetEngine:
                         return
             raise ReplicaLostError("the replica's answer has no end")
         except ReplicaLostError:
-            answer.lost += (name,) * bool(name)
+            if name:
+                answer.lost += (name,)
             raise
 
     # ---- what an operator reads

@@ -60,10 +60,8 @@ def checked_part(name: str, total: int, groups: ParallelGroups, *, shared: bool 
     """
     size = groups.tensor_size
     if total % size and not (shared and size % total == 0):
-        raise ValueError(
-            f"{name} is {total}; accepted: a multiple {'or a divisor ' * shared}of the {size} ranks of the "
-            "tensor group"
-        )
+        accepted = "a multiple or a divisor" if shared else "a multiple"
+        raise ValueError(f"{name} is {total}; accepted: {accepted} of the {size} ranks of the tensor group")
     return part_of(total, groups)
 
 

@@ -192,7 +192,8 @@ def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostM
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size, hashes = context.block_size_tokens, req.precomputed_block_hashes
     first, stop = req.finished_chunk_token_count // size, min(computed.stop // size, len(hashes))
-    first += len(match.matched_blocks) * (first == match.first_block)
+    if first == match.first_block:  # the matched blocks, which are registered, come first
+        first += len(match.matched_blocks)
     blocks = context.request_to_kv_block_ids[row, first:stop].tolist() if first < stop else ()
     named = context.kv_block_allocator.kv_hash_to_block_id
     adopted = False

@@ -59,7 +59,7 @@ def _help(figure: Figure) -> str:
 def families(kind: type[CounterMetricFamily | GaugeMetricFamily], rows: Iterable[Row]) -> Iterator[Metric]:
     """Counters or gauges; prometheus_client adds `_total` to the name of a counter."""
     for name, help_text, value, label in rows:
-        family = kind(f"mambaslots_{name}", help_text, labels=[label] * bool(label))
+        family = kind(f"mambaslots_{name}", help_text, labels=[label] if label else [])
         for each, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-            family.add_metric([each] * bool(label), number)
+            family.add_metric([each] if label else [], number)
         yield family

@@ -35,7 +35,8 @@ class Service:
         self.job_factory = JobFactory(facts, loaded, settings)
         self.is_draining = False
         self._codec = loaded.text
-        self._text_threads = [ThreadPoolExecutor(1, f"mambaslots-{name}") for name in ("text", "long-text")]
+        self._text_thread = ThreadPoolExecutor(1, "mambaslots-text")
+        self._long_text_thread = ThreadPoolExecutor(1, "mambaslots-long-text")
         self._num_open = 0
         self._none_open = asyncio.Event()
 
@@ -59,7 +60,7 @@ class Service:
         """Cancel all requests, and end the threads. A step that hangs is abandoned after 30 s."""
         self.is_draining = True
         await self.engine.close(_LONGEST_STEP_S)
-        for thread in self._text_threads:
+        for thread in (self._text_thread, self._long_text_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -93,7 +94,7 @@ class Service:
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
             body = await within(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
             salt, tenant = header_salt(request), request.state.tenant
-            thread = self._text_threads[len(body) > _LONG_BODY_BYTES]
+            thread = self._long_text_thread if len(body) > _LONG_BODY_BYTES else self._text_thread
             job = await within(deadline, loop.run_in_executor(thread, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise refusal("queue_full")

@@ -243,8 +243,8 @@ class Source(Session[Address]):
         while not self.peers or len(answers) < len(self.peers):
             try:
                 self.connect()
-                for lost in answers.keys() - set(self.peers.values()):
-                    raise TransferError(f"{lost.name} was lost after its answer")
+                if lost := answers.keys() - set(self.peers.values()):
+                    raise TransferError(f"{lost.pop().name} was lost after its answer")
                 for peer in self.peers.values():
                     if not peer.has_offer:
                         peer.inbox.clear()

@@ -190,9 +190,10 @@ class StateSlots:
         block_of = self.cached_states.block_of
         unpinned = (slot for slot in evict_last if slot >= 0 and slot not in pins and block_of(slot) >= 0)
         protected = list(dict.fromkeys(unpinned))[: max(0, room)]
-        takes_over = resume_slot >= 0 and resume_slot not in pins and resume_slot not in protected
-        takes_over = takes_over and len(protected) == room
-        slots = self._allocate(num_slots - takes_over, (resume_slot, *protected), "live_state")
+        is_evictable = resume_slot >= 0 and resume_slot not in pins and resume_slot not in protected
+        takes_over = is_evictable and len(protected) == room
+        num_allocated = num_slots - 1 if takes_over else num_slots
+        slots = self._allocate(num_allocated, (resume_slot, *protected), "live_state")
         if takes_over:
             self.cached_states.record_use(resume_slot)
             self._spill([resume_slot], "live_state")

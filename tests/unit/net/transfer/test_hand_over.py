@@ -23,6 +23,7 @@ import torch.distributed as dist
 import zmq
 from mambaslots.net.message_sockets import Link, Listener, PeerLostError
 from mambaslots.net.transfer import hand_over_messages, pieces, session
+from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.hand_over import SendReport
 from mambaslots.net.transfer.pieces import PartCopies
 from mambaslots.net.transfer.pipe import MessagePipe
@@ -455,6 +456,33 @@ def test_an_offer_over_a_connection_that_is_lost(
     assert (sent.failure, received.failure) == ("", "")
     assert len(offers) == 2
     assert min(result.num_resumed_tokens for result in serve_checked(target, PROMPTS)) > 0
+
+
+class SourceForTwoRanks(session.Source):
+    """Rank 0 of the destination answers and then has another connection; rank 1 does not answer."""
+
+    def __init__(self) -> None:
+        self.lease, self.timeout_s, self.deadline = pieces.PoolLease(), 5.0, time.monotonic() + 5.0
+        self.peers, self.offered = {}, list[str]()
+
+    def connect(self) -> None:
+        ports = (2, 1) if self.peers else (0, 1)
+        self.peers = {("", port): self.peers.get(("", port)) or self._peer(port) for port in ports}
+
+    def _peer(self, port: int) -> hand_over_messages.Peer:
+        name = f"rank {port % 2} at port {port}"
+        return hand_over_messages.Peer(name, lambda *_: self.offered.append(name), lambda: True, None)
+
+    def receive_messages(self, peer: hand_over_messages.Peer, timeout_s: float) -> None:
+        if peer.name.endswith("0"):
+            peer.inbox.append(hand_over_messages.PieceRequest())
+
+
+def test_a_destination_whose_rank_is_lost_after_its_answer() -> None:
+    lost_by = SourceForTwoRanks()
+    with pytest.raises(TransferError, match="rank 0 at port 0 was lost after its answer"):
+        lost_by._answers(hand_over_messages.Offer(0, 1, b"", None))
+    assert lost_by.offered == ["rank 0 at port 0", "rank 1 at port 1"]
 
 
 def test_connecting_that_does_not_end(
