@@ -42,8 +42,8 @@ class Mamba2Forward:
             projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1
         )
         heads, groups = (mixer.num_heads, mixer.head_dim), (mixer.n_groups, mixer.ssm_state_size)
-        made_of = conv.weight.squeeze(1), conv.bias, mixer.A_log, mixer.dt_bias, mixer.D
-        net = Mamba2(*made_of, heads, groups, *self._limits)
+        weight, bias = conv.weight.squeeze(1), conv.bias
+        net = Mamba2(weight, bias, mixer.A_log, mixer.dt_bias, mixer.D, heads, groups, *self._limits)
         y = run_mamba2(raw, dt, net, self._layer, self._step.inputs, kernels)
         out: Tensor = mixer.out_proj(self._gated(y, gate))
         return out[None]
@@ -93,8 +93,8 @@ class GatedDeltaNetForward:
         mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
         raw, gate, b, a = (self._by_key_head if self._is_by_key_head else self._project)(hidden_states[0])
         doubled = bool(getattr(mixer, "allow_neg_eigval", False))  # beta may then lie between 0 and 2
-        made_of = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.A_log, mixer.dt_bias
-        net = DeltaNet(*made_of, self._key_heads, self._value_heads, doubled)
+        weight, bias = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
+        net = DeltaNet(weight, bias, mixer.A_log, mixer.dt_bias, self._key_heads, self._value_heads, doubled)
         out = run_delta_net(raw, a, b, net, self._layer, inputs, kernels)
         norm = getattr(mixer, self._norm)
         normed = kernels.rms_norm_then_gate(out, gate, norm.weight, norm.variance_epsilon)

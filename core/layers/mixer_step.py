@@ -24,12 +24,15 @@ def convolve(
     out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     if inputs.num_decodes and decodes_too:
         tokens, of_tokens = _decodes(inputs, raw, out)
-        step = tokens, weight, bias, conv_states
         if conv_inputs is None:
-            kernels.causal_conv1d_update(*step, *_slots(inputs), activation=activation, out=of_tokens)
+            kernels.causal_conv1d_update(
+                tokens, weight, bias, conv_states, *_slots(inputs), activation=activation, out=of_tokens
+            )
         else:
             rows = inputs.replay_rows
-            kernels.causal_conv1d_replay(*step, conv_inputs, rows, activation=activation, out=of_tokens)
+            kernels.causal_conv1d_replay(
+                tokens, weight, bias, conv_states, conv_inputs, rows, activation=activation, out=of_tokens
+            )
     if inputs.num_prefills:
         tokens, of_tokens = _prefills(inputs, raw, out)
         if replay is not None and conv_inputs is not None:  # before the prefill, which may overwrite windows
@@ -38,8 +41,9 @@ def convolve(
                 tokens, conv_states, conv_inputs, tails.input_rows, starts, inputs.conv_rows.sources,
                 tails.query_start_loc,
             )  # fmt: skip
-        step = tokens, weight, bias, conv_states
-        kernels.causal_conv1d_prefill(*step, inputs.conv_rows, activation=activation, out=of_tokens)
+        kernels.causal_conv1d_prefill(
+            tokens, weight, bias, conv_states, inputs.conv_rows, activation=activation, out=of_tokens
+        )
     return out
 
 
@@ -72,11 +76,14 @@ def run_mamba2(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if inputs.num_decodes:
         x_rows, dt_rows, B_rows, C_rows, out_rows = _decodes(inputs, x, dt, B, C, out)
-        step = x_rows, dt_rows, A, B_rows, C_rows, net.D, states
         if kept is None:
-            kernels.selective_state_update(*step, *_slots(inputs), out=out_rows)
+            kernels.selective_state_update(
+                x_rows, dt_rows, A, B_rows, C_rows, net.D, states, *_slots(inputs), out=out_rows
+            )
         else:
-            kernels.ssd_replay(*step, kept, inputs.replay_rows, out=out_rows)
+            kernels.ssd_replay(
+                x_rows, dt_rows, A, B_rows, C_rows, net.D, states, kept, inputs.replay_rows, out=out_rows
+            )
     if inputs.num_prefills:
         x, dt, B, C, out_rows = _prefills(inputs, x, dt, B, C, out)
         kernels.ssd_chunk_scan(x, dt, A, B, C, net.D, states, inputs.scan_rows, out=out_rows)
@@ -98,23 +105,27 @@ def run_delta_net(
     if replay is not None and kept is not None and inputs.num_decodes:
         rows, later = inputs.replay_rows, kept.inverses is not None
         windows, rings = inputs.state_pool["gdn_conv"][layer], replay.pool["gdn_conv_in"][layer]
-        made_of = RawTokens(net, windows, rings, replay.destinations[: inputs.num_decodes])
+        raw_tokens = RawTokens(net, windows, rings, replay.destinations[: inputs.num_decodes])
         q, k, v, a_rows, b_rows = _decodes(inputs, *net.heads(raw), a, b)
-        step = q, k, v, a_rows, b_rows, pool[layer], kept
         new = rows._replace(destinations=None) if later else rows
-        outputs.append(kernels.gated_delta_rule_replay(*step, new, made_of).flatten(0, 1))
+        o = kernels.gated_delta_rule_replay(q, k, v, a_rows, b_rows, pool[layer], kept, new, raw_tokens)
+        outputs.append(o.flatten(0, 1))
         if later and layer == len(pool) - 1:  # of all layers by one launch: a model runs each, in order
             of_layers = DeltaInputs(*_kept(replay, slice(None), *_DELTA_INPUTS))
             kernels.complete_delta_chunks(pool, of_layers, rows)
         if not inputs.num_prefills:
             return outputs[0]
     g, beta = kernels.delta_gates(a, b, net.A_log, net.dt_bias, doubled=net.doubled)
-    convolution = raw, net.weight, net.bias, "gdn_conv", layer, inputs, kernels
-    q, k, v = net.heads(convolve(*convolution, decodes_too=replay is None))
+    convolved = convolve(
+        raw, net.weight, net.bias, "gdn_conv", layer, inputs, kernels, decodes_too=replay is None
+    )
+    q, k, v = net.heads(convolved)
     if inputs.num_decodes and replay is None:
         q_rows, k_rows, v_rows, g_rows, beta_rows = _decodes(inputs, q, k, v, g, beta)
-        rule = q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer]
-        outputs.append(kernels.gated_delta_rule_update(*rule, *_slots(inputs)).flatten(0, 1))
+        o = kernels.gated_delta_rule_update(
+            q_rows, k_rows, v_rows, g_rows, beta_rows, pool[layer], *_slots(inputs)
+        )
+        outputs.append(o.flatten(0, 1))
     if inputs.num_prefills:
         q, k, v, g, beta = _prefills(inputs, q, k, v, g, beta)
         keeps_new_v = kept is not None and kept.new_v is not None

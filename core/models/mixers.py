@@ -50,8 +50,9 @@ class MambaMixer(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         gate, raw, dt = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
-        made_of = self.conv_weight, self.conv_bias, self.A_log, self.dt_bias, self.D
-        net = Mamba2(*made_of, self.heads, self.head_groups)
+        net = Mamba2(
+            self.conv_weight, self.conv_bias, self.A_log, self.dt_bias, self.D, self.heads, self.head_groups
+        )
         y = run_mamba2(raw, dt, net, self.layer_index, inputs, kernels)
         normed = gated_norm(y, gate, self.norm, self.norm_eps, self.num_norm_groups, self.ranks, kernels)
         return F.linear(normed, self.out_proj)
