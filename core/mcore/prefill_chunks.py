@@ -42,14 +42,14 @@ def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     allocator = getattr(context, "mamba_slot_allocator", None)
     skip, state_block, resumable = 0, -1, 0
     if matched and allocator is not None and finished % size == 0:
-        block_of_hash = allocator.hash_to_block_id
+        state_block_of_hash = allocator.hash_to_block_id
         reachable = 0 if _needs_every_token(request) else length - 1
         for depth in range(len(matched), 0, -1):
-            if hashes[depth - 1] not in block_of_hash:
+            if hashes[depth - 1] not in state_block_of_hash:
                 continue
             resumable = resumable or depth
             if depth * size <= reachable:
-                skip, state_block = depth * size, block_of_hash[hashes[depth - 1]]
+                skip, state_block = depth * size, state_block_of_hash[hashes[depth - 1]]
                 break
     return HostMatch(first, tuple(matched), required, skip, state_block, resumable)
 

@@ -39,7 +39,7 @@ def assert_cache_is_right(engine: ms.DynamicInferenceEngine, tolerance: float = 
     tree, slots = context.prefix_cache.kv_blocks.tree, context.prefix_cache.slots
     pool, kv = context.memory.durable_pool, context.memory.kv_cache
     states = 0
-    for block in slots.cached_states.block_of_hash.values():
+    for block in slots.cached_states.state_block_of_hash.values():
         tokens = tokens_to(tree, block)
         slot = pool.durable_index(slots.cached_states.slot_of(block))
         for name, wanted in snapshot(engine.model, tokens).states.items():

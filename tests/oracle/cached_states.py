@@ -13,7 +13,7 @@ from torch import Tensor
 def cached_prefixes(context: DynamicInferenceContext) -> dict[int, tuple[int, ...]]:
     """Committed slot -> the tokens of the prefix under whose hash the slot is found."""
     tree, states = context.prefix_cache.tree, context.prefix_cache.cached_states
-    return {states.slot_of(block): _tokens_to(tree, block) for block in states.block_of_hash.values()}
+    return {states.slot_of(block): _tokens_to(tree, block) for block in states.state_block_of_hash.values()}
 
 
 def _tokens_to(tree: Any, block: int | bytes) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "tokens": {request_id: one.tokens for request_id, one in engine.core.requests.items()},
         "waiting": list(scheduler.waiting),
         "running": [request.request_id for request in scheduler.running],
-        "states": sorted(cache.slots.cached_states.block_of_hash.items()),
+        "states": sorted(cache.slots.cached_states.state_block_of_hash.items()),
         "slots": [cache.slots.cached_states.block_of(slot) for slot in range(cache.slots.num_slots)],
         "order": list(cache.slots.cached_states.by_recency()),
         "pins": [(one.num_tokens, one.prefix_hash) for one in cache.pins.held],

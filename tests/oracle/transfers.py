@@ -47,7 +47,7 @@ def maps_of(engine: ms.DynamicInferenceEngine) -> dict[str, Any]:
         "free blocks": kv.total_avail,
         "parents": list(kv.tree.parents),
         "states": dict(slots.cached_states.slot_of_block),
-        "state keys": dict(slots.cached_states.block_of_hash),
+        "state keys": dict(slots.cached_states.state_block_of_hash),
         "free slots": list(slots.free_slots),
         "reserved": dict(slots.reserved),
         "pins": dict(slots.pins),

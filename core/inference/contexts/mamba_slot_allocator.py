@@ -91,7 +91,7 @@ class MambaSlotAllocator:
         kv = context.kv_block_allocator
         tree = kv.tree if isinstance(kv, KVBlockAllocator) else HostTree(self._num_blocks, kv)
         self.slots = StateSlots(self.max_slots, policy, tree)
-        self.hash_to_block_id = self.slots.cached_states.block_of_hash
+        self.hash_to_block_id = self.slots.cached_states.state_block_of_hash
         if self._block_size % settings.grid:
             warnings.warn(
                 f"block_size_tokens is {self._block_size}, no multiple of the SSD chunk ({settings.grid}): "

@@ -242,7 +242,7 @@ class PendingStates:
 
     def __init__(self, cache: PrefixCache, batch: Iterable[ScheduledRequest]) -> None:
         self._cache = cache
-        self._positions: dict[int, int] = {}  # hash -> the boundary that it ends
+        self._positions: dict[int, int] = {}  # prefix hash -> the boundary that it ends
         for scheduled in batch:
             self.add(scheduled)
 
@@ -251,9 +251,9 @@ class PendingStates:
         for boundary in scheduled.boundaries:
             if self._cache.slots.num_available <= len(self._positions):
                 return
-            key = scheduled.hash_at(boundary.position)
-            if key not in self._positions and key not in self._cache.cached_states.block_of_hash:
-                self._positions[key] = boundary.position
+            prefix_hash = scheduled.hash_at(boundary.position)
+            if prefix_hash not in self._cache.cached_states.state_block_of_hash:
+                self._positions.setdefault(prefix_hash, boundary.position)
 
     def defers(self, request: DynamicInferenceRequest, match: PrefixMatch) -> bool:
         """Let the request wait where a deeper state than the match's is pending; returns whether it does."""
@@ -262,11 +262,12 @@ class PendingStates:
             request.may_wait = False
         if not request.may_wait:
             return False
-        deepest, keys, size = request.max_resume_tokens, request.chain.hashes, request.chain.block_size_tokens
+        deepest, hashes = request.max_resume_tokens, request.chain.hashes
+        size = request.chain.block_size_tokens
         pending = (
             position
-            for key, position in self._positions.items()
-            if match.resume_tokens < position <= deepest and keys[position // size - 1] == key
+            for prefix_hash, position in self._positions.items()
+            if match.resume_tokens < position <= deepest and hashes[position // size - 1] == prefix_hash
         )
         request.awaited_tokens = max(pending, default=0)
         return request.awaited_tokens > 0

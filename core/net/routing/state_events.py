@@ -88,7 +88,7 @@ class StatePublisher:
     def take(self) -> StateEvents | None:
         """The changes since the last call; None without changes. The first call returns a snapshot."""
         index, published, is_first = self._cached_states, self._published, self._sequence < 0
-        states, copies, version = index.block_of_hash, index.offloaded_hashes, index.version
+        states, copies, version = index.state_block_of_hash, index.offloaded_hashes, index.version
         changed = None if is_first else index.changed_since(self._version)
         if changed is None:
             changed = {*states, *copies} ^ published

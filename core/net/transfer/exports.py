@@ -58,7 +58,7 @@ class CacheAccess:
         """Block -> slot of each state that a prompt can find, the most recently used first."""
         states = self.slots.cached_states
         # Not a slot that a host has allocated and not registered: it has an earlier state's bytes until then.
-        findable = set(states.block_of_hash.values())
+        findable = set(states.state_block_of_hash.values())
         by_recency = [(states.block_of(slot), slot) for slot in reversed(states.by_recency())]
         return {block: slot for block, slot in by_recency if block in findable}
 
@@ -141,7 +141,7 @@ def _path_of(access: CacheAccess, index: int, prefix: PrefixName) -> list[int]:
     """The cached blocks of a prefix, from its first one on; [] for a hash without a state."""
     if isinstance(prefix, int) and not isinstance(prefix, bool):
         path: list[int] = []
-        block: int | bytes | None = access.slots.cached_states.block_of_hash.get(prefix)
+        block: int | bytes | None = access.slots.cached_states.state_block_of_hash.get(prefix)
         while isinstance(block, int):
             path.append(block)
             block, _ = access.kv_blocks.tree.content_of(block)

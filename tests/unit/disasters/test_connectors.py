@@ -246,7 +246,7 @@ class Watch:
 
     def _findable(self) -> Any:
         cache = self.engine.context.prefix_cache
-        return dict(cache.kv_blocks.tree.block_of_hash), dict(cache.slots.cached_states.block_of_hash)
+        return dict(cache.kv_blocks.tree.block_of_hash), dict(cache.slots.cached_states.state_block_of_hash)
 
     def look(self) -> None:
         self.looks += 1

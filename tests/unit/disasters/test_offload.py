@@ -52,7 +52,7 @@ def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> ms.DynamicInferenc
 
 
 def states_of(engine: ms.DynamicInferenceEngine) -> dict[int, int]:
-    return dict(engine.context.prefix_cache.slots.cached_states.block_of_hash)
+    return dict(engine.context.prefix_cache.slots.cached_states.state_block_of_hash)
 
 
 @pytest.mark.disaster(number=14)

@@ -130,7 +130,7 @@ def test_numbers_and_scales_are_stored_moved_and_freed_together(dtype: str) -> N
 def assert_rounded(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine) -> int:
     """Every tensor that a durable slot holds is what the codec makes of the recurrence's state."""
     cache, pool = engine.context.prefix_cache, engine.context.memory.durable_pool
-    for block in cache.slots.cached_states.block_of_hash.values():
+    for block in cache.slots.cached_states.state_block_of_hash.values():
         exact = snapshot(engine.model, tokens_to(cache.kv_blocks.tree, block)).states
         slot = pool.durable_index(cache.slots.cached_states.slot_of(block))
         expected = rounded.rounded(exact)
@@ -143,7 +143,7 @@ def assert_rounded(engine: ms.DynamicInferenceEngine, rounded: RoundedEngine) ->
             np.testing.assert_allclose(
                 numbers.numpy(), expected[state.name], rtol=1e-5, atol=1e-9, err_msg=state.name
             )
-    return len(cache.slots.cached_states.block_of_hash)
+    return len(cache.slots.cached_states.state_block_of_hash)
 
 
 def names(engine: ms.DynamicInferenceEngine) -> list[str]:
@@ -154,7 +154,8 @@ def sums(engine: ms.DynamicInferenceEngine, name: str) -> list[float]:
     """Of each findable state of an engine, one number of this tensor, in no order."""
     cache, pool = engine.context.prefix_cache, engine.context.memory.durable_pool
     slots = [
-        cache.slots.cached_states.slot_of(block) for block in cache.slots.cached_states.block_of_hash.values()
+        cache.slots.cached_states.slot_of(block)
+        for block in cache.slots.cached_states.state_block_of_hash.values()
     ]
     return sorted(float(pool[name][:, pool.durable_index(slot)].double().sum()) for slot in slots)
 

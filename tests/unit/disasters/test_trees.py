@@ -107,7 +107,8 @@ def cached_prefixes(engine: ms.DynamicInferenceEngine) -> set[Path]:
     """The token prefixes that have a state, read from the maps; matching has no part in it."""
     cache = engine.context.prefix_cache
     return {
-        tokens_to(cache.kv_blocks.tree, block) for block in cache.slots.cached_states.block_of_hash.values()
+        tokens_to(cache.kv_blocks.tree, block)
+        for block in cache.slots.cached_states.state_block_of_hash.values()
     }
 
 

@@ -42,7 +42,7 @@ class UnwrittenIsNaN:
         cache, pool = self._context.prefix_cache, self._context.memory.durable_pool
         for scheduled in batch:
             for position, slot in scheduled.destinations.items():
-                assert scheduled.hash_at(position) not in cache.slots.cached_states.block_of_hash
+                assert scheduled.hash_at(position) not in cache.slots.cached_states.state_block_of_hash
                 pool.memory[pool.durable_index(slot)] = 0xFF
                 self.num_reserved += 1
             computed = cache.kv_blocks.tree.block_of_hash

@@ -133,7 +133,7 @@ FAULTS = {
             (
                 CONTEXTS + "mamba_slot_allocator.py",
                 "        self.slots.remove(self._checked_blocks(",
-                "        if hashes_to_delete & self.slots.cached_states.block_of_hash.keys():\n"
+                "        if hashes_to_delete & self.slots.cached_states.state_block_of_hash.keys():\n"
                 "            self.slots.remove(self._checked_blocks(",
             ),
         ),
@@ -153,8 +153,8 @@ FAULTS = {
         (
             (
                 POLICIES + "cached_states.py",
-                "            if block_of_hash.setdefault(prefix_hash, block) == block:\n",
-                "            if block_of_hash.setdefault(prefix_hash, block):\n",
+                "            if state_block_of_hash.setdefault(prefix_hash, block) == block:\n",
+                "            if state_block_of_hash.setdefault(prefix_hash, block):\n",
             ),
         ),
     ),

@@ -89,7 +89,7 @@ def test_fault_06_forgetting_the_kv_prefixes_forgets_the_states() -> None:
     prefill(context, make_request(prompt))
     context.reset_prefix_cache()
     states = context.prefix_cache.cached_states
-    assert states.block_of_hash == {}
+    assert states.state_block_of_hash == {}
     assert states.slot_of_block == {}
     assert context.admission.match(make_request(prompt)).resume_tokens == 0
 

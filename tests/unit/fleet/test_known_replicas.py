@@ -161,7 +161,7 @@ def test_each_ingress_learns_all_changes_and_waits_for_none() -> None:
                         assert events.inserted
                 states = engine.context.prefix_cache.cached_states
                 for ingress, known in known_by.items():
-                    while keys_of(known._router.index, "a") != set(states.block_of_hash):
+                    while keys_of(known._router.index, "a") != set(states.state_block_of_hash):
                         await asked(ingress)
 
     asyncio.run(main())

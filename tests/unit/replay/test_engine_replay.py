@@ -31,7 +31,7 @@ def state_of(replay: EngineReplay) -> tuple[object, ...]:
     return (
         replay.now_ns,
         cache.slots.cached_states.slot_of_block.copy(),
-        cache.slots.cached_states.block_of_hash.copy(),
+        cache.slots.cached_states.state_block_of_hash.copy(),
         list(cache.slots.free_slots),
         eviction_order(cache.slots),
         cache.slots.pins.copy(),

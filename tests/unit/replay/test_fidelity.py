@@ -119,7 +119,7 @@ def test_a_replay_decides_as_a_real_engine(
     found = replay.run()
     assert found.resumed_lengths == tuple(result.num_resumed_tokens for result in results)
     real, replayed = engine.context.prefix_cache, replay.context.prefix_cache
-    assert real.slots.cached_states.block_of_hash == replayed.slots.cached_states.block_of_hash
+    assert real.slots.cached_states.state_block_of_hash == replayed.slots.cached_states.state_block_of_hash
     assert real.slots.cached_states.slot_of_block == replayed.slots.cached_states.slot_of_block
     assert eviction_order(real.slots) == eviction_order(replayed.slots)
     assert real.kv_blocks.tree.block_of_hash == replayed.kv_blocks.tree.block_of_hash

@@ -37,7 +37,7 @@ class CachedStates:
         self.policy = policy
         self.offloaded_hashes: HostTier | frozenset[int] = frozenset() if tier is None else tier
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
-        self.block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
+        self.state_block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.used_slots: set[int] = set()  # slots from which a request resumed since their commit
         self.turnover = Turnover[StateRemovalCause](STATE_REMOVAL_CAUSES)
         self.version = 0  # counts changes of what a hash finds, and never falls
@@ -91,13 +91,13 @@ class CachedStates:
 
     def set_hashes(self, blocks: Sequence[int], slots: Sequence[int], hashes: Sequence[int]) -> None:
         """Make the blocks' states, in these slots, findable; a hash in use keeps finding its older state."""
-        block_of_hash, hash_of_slot = self.block_of_hash, self._hash_of_slot
+        state_block_of_hash, hash_of_slot = self.state_block_of_hash, self._hash_of_slot
         self.mark_changed(hashes)
         for block, slot, prefix_hash in zip(blocks, slots, hashes, strict=True):
-            if block_of_hash.setdefault(prefix_hash, block) == block:
+            if state_block_of_hash.setdefault(prefix_hash, block) == block:
                 if (former := hash_of_slot[slot]) and former != prefix_hash:
                     self.mark_changed([former])
-                    del block_of_hash[former]
+                    del state_block_of_hash[former]
                 hash_of_slot[slot] = prefix_hash
         self.tree.ghosts.remove_states(hashes)
         self.policy.set_hashes(slots, hashes, lambda i: self.tree.hashes_to(blocks[i]))
@@ -118,7 +118,7 @@ class CachedStates:
             self.tree.ghosts.add_all(hashes, "state")
         self.mark_changed(hashes)
         for prefix_hash in hashes:  # the hash goes first, because it is what makes a state findable
-            self.block_of_hash.pop(prefix_hash, None)
+            self.state_block_of_hash.pop(prefix_hash, None)
         for block in removed:
             del slot_of_block[block]
         turnover = self.turnover
@@ -138,7 +138,7 @@ class CachedStates:
         num_removed = len(self.slot_of_block)
         self.version += 1
         self._changed.clear()  # there are too many changes to list
-        self.block_of_hash.clear()
+        self.state_block_of_hash.clear()
         self.slot_of_block.clear()
         self.used_slots.clear()
         self.tree.ghosts.clear()
@@ -185,7 +185,7 @@ class CachedStates:
         hashes = {
             prefix_hash: block for slot, block in slots.items() if (prefix_hash := self._hash_of_slot[slot])
         }
-        assert hashes == self.block_of_hash, "a state's hash is another"
+        assert hashes == self.state_block_of_hash, "a state's hash is another"
         for prefix_hash, block in hashes.items():
             assert self.tree.hash_of(block) == prefix_hash, f"block {block} has a state of another hash"
         self.turnover.check_integrity(len(slots), "states")

@@ -153,7 +153,7 @@ class Reservations:
         for step in steps:
             for boundary in step.boundaries:
                 prefix_hash = step.hash_at(boundary.position)
-                if prefix_hash not in cached_states.block_of_hash:
+                if prefix_hash not in cached_states.state_block_of_hash:
                     is_draft = step.drafts and boundary.position > len(step.sequence)
                     (guessed if is_draft else certain).setdefault(prefix_hash, (step, boundary))
         if not (certain or guessed):
@@ -230,8 +230,9 @@ class Reservations:
         cached_states = self._slots.cached_states
         for boundary in step.boundaries:
             prefix_hash = step.hash_at(boundary.position)
-            is_stored = boundary.position in step.destinations or prefix_hash in cached_states.block_of_hash
-            if not is_stored and prefix_hash not in self._planned.values():
+            if boundary.position in step.destinations or prefix_hash in cached_states.state_block_of_hash:
+                continue
+            if prefix_hash not in self._planned.values():
                 self._policy.insert_planned(*PlannedState.of(step, boundary, prefix_hash))
                 self._policy.remove_planned(prefix_hash)
                 cached_states.remember_refused([prefix_hash])

@@ -284,9 +284,9 @@ class PrefixCache:
             The steps with their `destinations`.
         """
         if self._unit_borrower:
-            block_of_hash = self.cached_states.block_of_hash
             wanted = {step.hash_at(boundary.position) for step in steps for boundary in step.boundaries}
-            self._unit_borrower.borrow_slots(sum(prefix_hash not in block_of_hash for prefix_hash in wanted))
+            cached = self.cached_states.state_block_of_hash
+            self._unit_borrower.borrow_slots(sum(prefix_hash not in cached for prefix_hash in wanted))
         return self.reservations.reserve(steps, max_inner_states)
 
     def commit(self, step: PathStep) -> dict[int, int]:
@@ -373,7 +373,7 @@ class PrefixCache:
     @property
     def num_states(self) -> int:
         """Prefixes from which a request can resume."""
-        return len(self.cached_states.block_of_hash)
+        return len(self.cached_states.state_block_of_hash)
 
     def stats(self) -> PoolStats:
         """How full both pools are."""
@@ -422,7 +422,7 @@ class PrefixCache:
             self._unit_borrower.check_integrity()
         assert references == Counter(self.kv_blocks.references), "a KV reference leaked"
         assert pins == Counter(self.slots.pins), "a pin leaked"
-        num_findable = len(self.cached_states.block_of_hash)
+        num_findable = len(self.cached_states.state_block_of_hash)
         assert num_findable == len(self.cached_states.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
         if self.tier is not None:

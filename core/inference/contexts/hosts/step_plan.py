@@ -92,7 +92,7 @@ class StepPlan:
         hash_of_block: dict[int, int] = {}
         for block in (*inner, *ends):
             prefix_hash = slots.tree.hash_of(block)
-            findable = prefix_hash > 0 and cached_states.block_of_hash.get(prefix_hash, block) == block
+            findable = prefix_hash > 0 and cached_states.state_block_of_hash.get(prefix_hash, block) == block
             if findable and block not in reserved and block not in cached_states.slot_of_block:
                 hash_of_block[block] = prefix_hash
         inner = {block: index for block, index in inner.items() if block in hash_of_block}

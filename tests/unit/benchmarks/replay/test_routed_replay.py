@@ -119,7 +119,7 @@ def check(replay: RoutedReplay) -> None:
 def state_of(engine: EngineReplay) -> tuple[object, ...]:
     cache = engine.context.prefix_cache
     return (
-        engine.now_ns, cache.slots.cached_states.slot_of_block, cache.slots.cached_states.block_of_hash,
+        engine.now_ns, cache.slots.cached_states.slot_of_block, cache.slots.cached_states.state_block_of_hash,
         eviction_order(cache.slots), list(cache.kv_blocks.references), engine.context.cache_stats(),
     )  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_each_request_is_served_once_and_the_router_learns_all_states(
     num_keys = sum(len(events.inserted) + len(events.removed) for events in router.events)
     assert 9 * num_keys < result.event_bytes < 9 * num_keys + 60 * len(router.events)
     for replica in replay.replicas:
-        states = replica.engine.context.prefix_cache.slots.cached_states.block_of_hash
+        states = replica.engine.context.prefix_cache.slots.cached_states.state_block_of_hash
         assert keys_of(router.index, replica.name) == states.keys()
 
 

@@ -150,7 +150,7 @@ def test_a_state_that_only_the_tier_has_is_published_until_the_tier_forgets_it()
         assert index.apply(events)
         published = keys_of(index, "a")
         assert published == resumable_keys(cache)
-        num_in_tier_alone += len(published - cache.slots.cached_states.block_of_hash.keys())
+        num_in_tier_alone += len(published - cache.slots.cached_states.state_block_of_hash.keys())
     assert num_in_tier_alone
 
 
@@ -213,7 +213,7 @@ def test_a_message_costs_its_changes_and_not_all_states() -> None:
     publisher = msd.StatePublisher(SimpleNamespace(prefix_cache=cache), "a")
     before = {commit(cache, number) for number in range(60)}
     assert set(taken(publisher).inserted) == before
-    cache.cached_states.block_of_hash = Unlisted(cache.cached_states.block_of_hash)
+    cache.cached_states.state_block_of_hash = Unlisted(cache.cached_states.state_block_of_hash)
     after = {commit(cache, number) for number in range(100, 120)}  # 16 are evicted
     events = taken(publisher)
     assert set(events.inserted) <= after

@@ -55,7 +55,7 @@ def cached(engine: ms.DynamicInferenceEngine) -> dict[tuple[str, int], torch.Ten
     found = {}
     for key, block in kv.tree.block_of_hash.items():
         found["kv", key] = memory.kv_cache[:, :, block]
-    for key, block in slots.block_of_hash.items():
+    for key, block in slots.state_block_of_hash.items():
         for tensor in memory.state_pool.states:
             found[tensor.name, key] = memory.state_pool.durable(tensor.name)[:, slots.slot_of(block)]
     return found

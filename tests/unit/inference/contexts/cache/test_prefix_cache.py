@@ -233,7 +233,7 @@ def states_outlive_blocks(cache):
     free = {
         block for block in range(kv.total_count) if not kv.tree.references[block] and block not in kv.tree
     }
-    return free & (set(states.block_of_hash.values()) | set(states.slot_of_block))
+    return free & (set(states.state_block_of_hash.values()) | set(states.slot_of_block))
 
 
 def test_a_state_that_cannot_be_forgotten_keeps_its_block(monkeypatch):
