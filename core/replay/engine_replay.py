@@ -118,7 +118,7 @@ class ContextWithoutMemory(DynamicInferenceContext):
         """Count at most `num_quiet_decodes` decodes of requests as made; the caller appends their tokens."""
         for request in requests:
             if request.allocation is not None:
-                request.allocation.num_computed += num_tokens
+                self._request_states.skip_decodes(request.allocation, num_tokens)
                 request.num_counted = max(request.num_counted, request.allocation.num_computed)
 
 

@@ -78,7 +78,7 @@ class Allocation:
     prefill_length: int  # at the admission; decodes compute later tokens
     num_computed: int = 0  # this and `state_index` are written by `RequestStates` alone
     state_index: int = -1  # in the pool, after them (replay: at the last grid point); -1: zeros
-    input_blocks: list[int] = field(default_factory=list)  # `Admission` writes it
+    input_blocks: list[int] = field(default_factory=list)  # `InputBlockTable` writes it
     branch_tokens: int = 0  # shared with an earlier prompt before the two differ; `Admission` writes it
     spans: tuple[Span, ...] = ()
 
@@ -143,7 +143,7 @@ class DynamicInferenceRequest:
     allocation: Allocation | None = None  # None while the request waits
     ledger: TokenLedger = field(default_factory=TokenLedger)
     num_counted: int = 0  # leading tokens in `ledger`, also before a restart
-    match: PrefixMatch | None = None  # the last one; `Admission` writes it
+    match: PrefixMatch | None = None  # the last one; `Admission` sets it, a recovery from errors clears it
     owned: bool = False  # a stream or a call of `generate` owns the result
     result: RequestResult | None = None  # of an ended request; the engine writes it
     awaited_tokens: int = 0  # boundary whose state the last step waited for; the scheduler writes it

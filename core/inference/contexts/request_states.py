@@ -213,6 +213,10 @@ class RequestStates:
                 # Refused, or not findable yet; no launched kernel overwrites it.
                 self._pool.copy([self._destination(scheduled, position)], [allocation.state_index])
 
+    def skip_decodes(self, allocation: Allocation, num_tokens: int) -> None:
+        """Count decodes as made, without steps: the state is in the request's live slot and stays there."""
+        allocation.num_computed += num_tokens
+
     def move_to_live(self, allocation: Allocation) -> None:
         """Copy a state that is only in a durable slot to the request's live slot, and unpin the former."""
         if allocation.path.state_slot >= 0:
