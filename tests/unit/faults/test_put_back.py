@@ -36,8 +36,8 @@ FAULTS = {
         (
             (
                 POLICIES + "cached_states.py",
-                "min(limit, num_tokens - 1) // size",
-                "min(limit, max(0, num_tokens - 2)) // size",
+                "num_reachable = min(len(blocks), limit // size)",
+                "num_reachable = min(len(blocks), min(limit, max(0, num_tokens - 2)) // size)",
             ),
         ),
     ),

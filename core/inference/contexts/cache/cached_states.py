@@ -205,15 +205,16 @@ def compute_spans(
     hashes: Sequence[int], *, num_resumed: int, num_reachable: int, num_matched: int, num_seen: int,
     num_tokens: int, block_size_tokens: int, ghosts: GhostList,
 ) -> tuple[Span, ...]:  # fmt: skip
-    """Why each token from the resume point on is computed; counts are leading blocks of hashes `hashes`."""
+    """Why each of `num_tokens` tokens from the resume point on is computed; later blocks do not count."""
+    whole = num_tokens // block_size_tokens
     lost = ghosts.deepest_state(hashes, num_resumed, num_reachable)
     refused = lost > num_resumed and ghosts.has(hashes[lost - 1], "refused state")
     lost_reason: ComputeReason = "capacity" if refused else "state_evicted"
     ends: tuple[tuple[int, ComputeReason], ...] = (
         (lost, lost_reason),
-        (num_reachable, "branch_first_seen" if num_seen < len(hashes) else "state_not_taken"),
-        (num_matched, "last_token"),
-        (num_seen, "kv_evicted"),
+        (num_reachable, "branch_first_seen" if num_seen < whole else "state_not_taken"),
+        (min(num_matched, whole), "last_token"),
+        (min(num_seen, whole), "kv_evicted"),
     )
     spans = []
     start = num_resumed * block_size_tokens
@@ -223,7 +224,7 @@ def compute_spans(
             spans.append(Span(start, stop, reason))
             start = stop
     if num_tokens > start:
-        spans.append(Span(start, num_tokens, "partial_block" if num_seen == len(hashes) else "never_seen"))
+        spans.append(Span(start, num_tokens, "never_seen" if num_seen < whole else "partial_block"))
     return tuple(spans)
 
 
@@ -270,36 +271,29 @@ def match_prefix(
     num_held: int, max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
     """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
-    tree, ghosts = cached_states.tree, cached_states.tree.ghosts
-    hashes, size = chain.hashes, chain.block_size_tokens
-    blocks, num_seen, whole = tuple(path_blocks[:num_held]), 0, num_tokens // size
+    tree, size = cached_states.tree, chain.block_size_tokens
+    blocks, num_seen = tuple(path_blocks[:num_held]), 0
     if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
         if _is_unchanged(known, cached_states, chain, num_tokens):
             return known
         blocks = _registered_still(known, tree)
-        if known.basis.num_lapses == ghosts.num_lapses:  # what was seen is there, or a ghost
+        if known.basis.num_lapses == tree.ghosts.num_lapses:  # what was seen is there, or a ghost
             num_seen = known.seen_tokens // size
-    first = len(blocks)
-    if first < whole and hashes[first] in tree.block_of_hash:
-        parent = blocks[-1] if blocks else chain.root
-        blocks = (*blocks, *tree.match(parent, hashes[first:whole], chain.tokens[first:whole]))
-    num_seen = max(num_seen, len(blocks))
-    while num_seen < whole and ghosts.has(hashes[num_seen], "block"):
-        num_seen += 1
-    limit = num_tokens - 1 if max_resume_tokens is None else max_resume_tokens
-    limited = limit < num_tokens - 1
-    asked = limit // size if limited else whole
-    reachable = min(len(blocks), min(limit, num_tokens - 1) // size)
-    depth = _deepest_state(cached_states, blocks, num_held, reachable)
-    spans = compute_spans(
-        hashes if len(hashes) == asked else hashes[:asked], num_resumed=depth, num_reachable=reachable,
-        num_matched=min(len(blocks), asked), num_seen=min(num_seen, asked),
-        num_tokens=asked * size if limited else num_tokens, block_size_tokens=size, ghosts=ghosts,
-    )  # fmt: skip
-    if limited:
-        spans = (*spans, Span(asked * size, num_tokens, "disabled"))
+    blocks = _matched_blocks(tree, chain, num_tokens, blocks)
+    num_seen = _num_seen(tree.ghosts, chain, num_tokens, max(num_seen, len(blocks)))
+    last = num_tokens - 1
+    limit = last if max_resume_tokens is None else min(max_resume_tokens, last)
+    num_reachable = min(len(blocks), limit // size)
+    depth = _deepest_state(cached_states, blocks, num_held, num_reachable)
     slot = cached_states.slot_of(blocks[depth - 1]) if depth else -1
-    versions = tree.version, cached_states.version, ghosts.num_lapses
+    stop = num_tokens if limit == last else limit // size * size  # no state after it counts
+    spans = compute_spans(
+        chain.hashes, num_resumed=depth, num_reachable=num_reachable, num_matched=len(blocks),
+        num_seen=num_seen, num_tokens=stop, block_size_tokens=size, ghosts=tree.ghosts,
+    )  # fmt: skip
+    if stop < num_tokens:
+        spans = (*spans, Span(stop, num_tokens, "disabled"))
+    versions = tree.version, cached_states.version, tree.ghosts.num_lapses
     basis = MatchBasis(num_tokens, _last_hash(chain, num_tokens), num_held, max_resume_tokens, *versions)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
@@ -345,6 +339,25 @@ def _registered_still(known: PrefixMatch, tree: BlockTree) -> tuple[int, ...]:
     if not blocks or tree.is_current(blocks[-1], since):
         return blocks
     return blocks[: bisect_left(blocks, True, key=lambda block: not tree.is_current(block, since))]
+
+
+def _matched_blocks(
+    tree: BlockTree, chain: PrefixHashChain, num_tokens: int, known: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The registered blocks of the first `num_tokens` tokens, of which the `known` ones are a beginning."""
+    first, whole = len(known), num_tokens // chain.block_size_tokens
+    if first >= whole or chain.hashes[first] not in tree.block_of_hash:
+        return known
+    parent = known[-1] if known else chain.root
+    return (*known, *tree.match(parent, chain.hashes[first:whole], chain.tokens[first:whole]))
+
+
+def _num_seen(ghosts: GhostList, chain: PrefixHashChain, num_tokens: int, num_known: int) -> int:
+    """How many leading blocks are registered or ghosts, at least `num_known`."""
+    hashes, whole = chain.hashes, num_tokens // chain.block_size_tokens
+    while num_known < whole and ghosts.has(hashes[num_known], "block"):
+        num_known += 1
+    return num_known
 
 
 def _deepest_state(cached_states: CachedStates, blocks: tuple[int, ...], start: int, stop: int) -> int:

@@ -68,6 +68,17 @@ def test_every_computed_token_has_the_reason_that_a_look_at_everything_gives(mat
     assert reasons == [(token, reason_of(token, match)) for token in range(first, match["num_tokens"])]
 
 
+@given(matches(), st.integers(1, 3), st.integers(0, 3))
+def test_blocks_after_the_tokens_change_no_reason(match, num_seen, num_matched):
+    whole = len(match["hashes"])
+    longer = match | {"hashes": [*match["hashes"], *range(whole + 1, whole + 4)]}
+    if match["num_seen"] == whole:
+        longer["num_seen"] += num_seen
+    if match["num_matched"] == whole:
+        longer["num_matched"] += min(num_matched, num_seen)
+    assert spans_of(longer) == spans_of(match)
+
+
 @given(matches())
 def test_spans_are_not_empty_and_name_known_reasons(match):
     for span in spans_of(match):
