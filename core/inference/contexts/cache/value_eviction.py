@@ -8,14 +8,19 @@ from .eviction import EvictionPolicy
 from .state_tree import GHOST, PLANNED, Entry, Role, StateNode, StateTree
 from .use_rates import AGE_BOUNDS, NUM_BUCKETS, UseRates
 
-_FORK, _SUPERSEDED, _ABANDONED = 5, 11, 14  # first number of each kind of class; frontiers begin at 0
-_STEP_END = _SUPERSEDED + 2
-_TURN_CLASSES = (0, 0, 1, 2, 3, 3, 4)  # turns before a frontier state -> class; more turns: the last one
-_USE_CLASSES = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # uses of a fork -> class; more uses: the last one
-# For each of the 16 classes, how many uses the next request is expected to bring a state that came into the
-# class just now, before `UseRates` has learned any: longer sessions and forks of more uses are used sooner,
-# superseded and abandoned states seldom. Two states' worth of evidence.
-_PRIORS = (0.3, 0.4, 0.6, 0.7, 0.8, 0.4, 0.5, 0.8, 1.0, 1.2, 1.5, 0.04, 0.04, 0.02, 0.02, 0.04)
+# The classes of states are numbers: places in `_PRIORS`.
+_FRONTIERS = (0, 0, 1, 2, 3, 3, 4)  # by turns before the state; more turns: the last one
+_FORKS = (5, 6, 7, 8, 8, 9, 9, 9, 9, 10)  # by uses; more uses: the last one
+_SUPERSEDED, _SUPERSEDED_TAIL, _STEP_END, _ABANDONED, _ABANDONED_FORK = 11, 12, 13, 14, 15
+# For each class, how many uses the next request is expected to bring a state that came into the class just
+# now, before `UseRates` has learned any: longer sessions and forks of more uses are used sooner, superseded
+# and abandoned states seldom. Two states' worth of evidence.
+_PRIORS = (
+    0.3, 0.4, 0.6, 0.7, 0.8,  # frontiers
+    0.4, 0.5, 0.8, 1.0, 1.2, 1.5,  # forks
+    0.04, 0.04, 0.02,  # superseded
+    0.02, 0.04,  # abandoned
+)  # fmt: skip
 _RESCORED_PER_REQUEST = 16
 _MAX_SESSION_USES = 6  # a place that more requests ended at is no place of one session
 _MAX_ABANDONED_USES = 4
@@ -293,15 +298,15 @@ class ValueEviction(EvictionPolicy):
     def _update_class(self, node: StateNode) -> None:
         """Give the node its class; its age begins anew."""
         if node.is_abandoned:
-            node.state_class = _ABANDONED + (node.role is Role.FORK)
+            node.state_class = _ABANDONED_FORK if node.role is Role.FORK else _ABANDONED
         elif node.role is Role.FORK:
-            node.state_class = _FORK + _USE_CLASSES[min(node.num_uses, len(_USE_CLASSES) - 1)]
-        elif node.role is Role.SUPERSEDED:
-            node.state_class = (
-                _STEP_END if node.boundary_kind in _INNER else _SUPERSEDED + (node.boundary_kind == "tail")
-            )
+            node.state_class = _FORKS[min(node.num_uses, len(_FORKS) - 1)]
+        elif node.role is Role.FRONTIER:
+            node.state_class = _FRONTIERS[min(node.turn, len(_FRONTIERS) - 1)]
+        elif node.boundary_kind in _INNER:
+            node.state_class = _STEP_END
         else:
-            node.state_class = _TURN_CLASSES[min(node.turn, len(_TURN_CLASSES) - 1)]
+            node.state_class = _SUPERSEDED_TAIL if node.boundary_kind == "tail" else _SUPERSEDED
         self._new_serial(node)
         self._schedule(node, 0)
         self._update_rate(node)
