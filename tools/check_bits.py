@@ -42,8 +42,8 @@ class AttentionSizes(NamedTuple):
         )
 
 
-def first_difference(sizes: AttentionSizes, device: torch.device) -> str:
-    """Where a row has other bits than in one prefill of its whole sequence; empty where nowhere.
+def attention_difference(sizes: AttentionSizes, device: torch.device) -> str | None:
+    """Where a row has other bits than in one prefill of its whole sequence; None where nowhere.
 
     Compared are suffixes of the prefill, decodes alone, of several tokens and in batches, beside a prefill of
     another sequence, and beside padding, in the short segments of `attention_segments` and behind them.
@@ -162,8 +162,8 @@ def main() -> int:
     shapes = ((32, 8, 128, 256), (16, 2, 256, 64), (32, 2, 128, 16))
     for dtype, shape in itertools.product((torch.bfloat16, torch.float16), shapes):
         sizes = AttentionSizes(*shape, dtype, None)
-        case = first_difference(sizes, device)
-        differ += bool(case)
+        case = attention_difference(sizes, device)
+        differ += case is not None
         print(f"{sizes}: {case or 'the same bits in all cases'}")
     return int(differ > 0)
 

@@ -3,7 +3,7 @@
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,8 @@ class BatchInvariance:
         """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
         self._spec = spec
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
-        self.why_not_few_rows = "nothing is checked"  # a captured decode step is padded to 8 rows otherwise
+        # Where it is None, a captured decode step may have 8 rows.
+        self.why_not_few_rows: str | None = "nothing is checked"
         self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
         self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
@@ -55,7 +56,7 @@ class BatchInvariance:
     @property
     def min_decode_tokens(self) -> int:
         """What captured decode steps are padded to, at least."""
-        return SMALLEST_RUNG if self.why_not_few_rows else FEW_ROWS
+        return FEW_ROWS if self.why_not_few_rows is None else SMALLEST_RUNG
 
     def check_switches(self) -> None:
         """Raise RuntimeError where a switch was changed; for every step, takes a few microseconds."""
@@ -79,7 +80,7 @@ class BatchInvariance:
             "others and decodes the same logits"
             + (", as an earlier start found" if self.was_checked_before else ""),
             f"decodes are padded to {self.min_decode_tokens} rows, at least"
-            + (f", because {self.why_not_few_rows}" if self.why_not_few_rows else ""),
+            + ("" if self.why_not_few_rows is None else f", because {self.why_not_few_rows}"),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
@@ -88,14 +89,14 @@ class BatchInvariance:
         """Check, unless an earlier start of the same model did on all ranks."""
         stamp = stamp_of(model, self._spec, config)
         found = read_stamp(stamp)
-        reasons = self._spec.groups.gather(found[:1], self._spec.device)
-        self.was_checked_before = all(reasons)
-        if self.was_checked_before:
-            self.why_not_few_rows, self.products = max(reasons)[0], found[1:]
+        self.was_checked_before = all(self._spec.groups.gather(found is not None, self._spec.device))
+        if found is not None and self.was_checked_before:
+            own_reason, self.products = found
+            self.why_not_few_rows = self._first_of_ranks(own_reason)
             return
         self._check(model, config)
         if stamp is not None:
-            write_stamp(stamp, (self.why_not_few_rows, *self.products))
+            write_stamp(stamp, self.why_not_few_rows, self.products)
 
     def _check(self, model: Model, config: InferenceConfig) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
@@ -106,17 +107,22 @@ class BatchInvariance:
             except BatchVarianceError as error:
                 refusal = str(error)
             self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
-        self.why_not_few_rows = max(self._spec.groups.gather(self.why_not_few_rows, self._spec.device))
-        if not self.why_not_few_rows:
-            case = self._first_difference(with_few_rows(model), config, padded_to_few)
-            self.why_not_few_rows = f"the model's logits have other bits {case}" if case else ""
+        self.why_not_few_rows = self._first_of_ranks(self.why_not_few_rows)
+        if self.why_not_few_rows is None:
+            case = self._forward_difference(with_few_rows(model), config, padded_to_few)
+            if case is not None:
+                self.why_not_few_rows = f"the model's logits have other bits {case}"
         self.check_switches()
+
+    def _first_of_ranks(self, own_reason: str | None) -> str | None:
+        """The reason of the first rank that has one. Synchronises."""
+        return first_reason(self._spec.groups.gather(own_reason, self._spec.device))
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = product_check.record_products(model, self._spec, config)
         self.products = tuple(map(str, found))
-        cases = [(product, product_check.first_difference(product, self._most_tokens)) for product in found]
-        refused = [f"{product} {case}" for product, case in cases if case]
+        cases = [(product, product_check.product_difference(product, self._most_tokens)) for product in found]
+        refused = [f"{product} {case}" for product, case in cases if case is not None]
         if refused:
             raise BatchVarianceError(
                 f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
@@ -124,25 +130,29 @@ class BatchInvariance:
             )
         self.why_not_few_rows = "num_cuda_graphs is None"
         if config.num_cuda_graphs is not None:
-            reasons = map(product_check.why_not_in_few_rows, found)
-            self.why_not_few_rows = next(filter(None, reasons), "")
+            self.why_not_few_rows = first_reason(map(product_check.why_not_in_few_rows, found))
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
-        case = self._first_difference(model, config, padded_to_ladder)
-        if case:
+        case = self._forward_difference(model, config, padded_to_ladder)
+        if case is not None:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
                 "products and attention keep them; accepted: a model whose scans, and all else, compute a "
                 "row from its own sequence, in one order"
             )
 
-    def _first_difference(
+    def _forward_difference(
         self, model: Forward, config: InferenceConfig, padded: forward_check.Padding
-    ) -> str:
+    ) -> str | None:
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
         steps = DummySteps(model, self._spec, config, forward_check.checked_length(chunk), most)
-        return forward_check.first_difference(steps, chunk, most, padded)
+        return forward_check.forward_difference(steps, chunk, most, padded)
+
+
+def first_reason(reasons: Iterable[str | None]) -> str | None:
+    """The first reason that is not None; None where there is none. Takes no more reasons than it needs."""
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def decide(

@@ -22,12 +22,12 @@ def checked_length(chunk_tokens: int) -> int:
     return 2 * chunk_tokens + TAIL
 
 
-def first_difference(
+def forward_difference(
     steps: DummySteps, chunk_tokens: int, most_tokens: int, padded: Padding = padded_to_ladder
-) -> str:
-    """Where logits have other bits than in one prefill of the whole sequence; empty where nowhere."""
+) -> str | None:
+    """Where logits have other bits than in one prefill of the whole sequence; None where nowhere."""
     cases = _cases(steps, chunk_tokens, most_tokens, padded)
-    return next((text for text, differs in cases if bool(differs)), "")
+    return next((text for text, differs in cases if bool(differs)), None)
 
 
 def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> Iterator[tuple[str, Tensor]]:

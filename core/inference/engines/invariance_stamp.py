@@ -46,21 +46,27 @@ def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Pa
     return folder / "mambaslots" / "batch_invariance" / f"{digest}.json"
 
 
-def read_stamp(stamp: Path | None) -> tuple[str, ...]:
-    """What `write_stamp` wrote; nothing without a file that can be read."""
+def read_stamp(stamp: Path | None) -> tuple[str | None, tuple[str, ...]] | None:
+    """The reason and the products that `write_stamp` wrote; None without a file that can be read."""
     try:
         found = None if stamp is None else json.loads(read_regular(stamp))
     except (OSError, ValueError):
-        return ()
-    return tuple(map(str, found)) if isinstance(found, list) else ()
+        return None
+    if not isinstance(found, list) or not found:
+        return None
+    reason, *products = map(str, found)
+    return reason or None, tuple(products)
 
 
-def write_stamp(stamp: Path, found: tuple[str, ...]) -> None:
-    """Note that the check has passed; without a directory to write to, the next start checks again."""
+def write_stamp(stamp: Path, why_not_few_rows: str | None, products: tuple[str, ...]) -> None:
+    """Note that the check has passed; without a directory to write to, the next start checks again.
+
+    The file is a list of strings: the reason, "" for None, and the products.
+    """
     with suppress(OSError):
         stamp.parent.mkdir(parents=True, exist_ok=True)
         with replacing(stamp) as draft:
-            draft.write_text(json.dumps(found))
+            draft.write_text(json.dumps([why_not_few_rows or "", *products]))
 
 
 _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"

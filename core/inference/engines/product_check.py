@@ -224,16 +224,16 @@ def _inside_a_kernel() -> bool:
 # ---- whether their rows keep their bits
 
 
-def first_difference(
+def product_difference(
     product: Product, most_rows: int, run: Callable[[Sequence[Any]], Any] | None = None
-) -> str:
-    """Where a row of a product has other bits than the same row among 256; empty where nowhere."""
+) -> str | None:
+    """Where a row of a product has other bits than the same row among 256; None where nowhere."""
     check = _Check(product, rungs(most_rows), run or product.run)
     return first_case((text, check.differs(ids)) for text, ids in check.cases())
 
 
-def why_not_in_few_rows(product: Product) -> str:
-    """Why `FewRowsProducts` shall not make 8 rows: cuBLAS would, or other bits than among 256; or empty."""
+def why_not_in_few_rows(product: Product) -> str | None:
+    """Why `FewRowsProducts` shall not make 8 rows: cuBLAS would, or other bits than among 256; or None."""
     from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
 
     mode = FewRowsProducts()
@@ -247,18 +247,18 @@ def why_not_in_few_rows(product: Product) -> str:
         case = first_case((text, check.differs(ids)) for text, ids in check.cases())
     except Exception as error:  # other ranks wait; without few rows the engine works
         return f"{product} raises {type(error).__name__}: {error}"
-    if case:
+    if case is not None:
         return f"{product} differs {case}"
-    return f"cuBLAS makes {product}" if product.name in _BY_CUBLAS and not mode.num_made else ""
+    return f"cuBLAS makes {product}" if product.name in _BY_CUBLAS and not mode.num_made else None
 
 
-def first_case(cases: Iterable[tuple[str, Tensor]]) -> str:
-    """The first text whose flag, one bool on the device, is set; empty where none is. Synchronises once."""
+def first_case(cases: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first text whose flag, one bool on the device, is set; None where none is. Synchronises once."""
     listed = list(cases)
     if not listed:
-        return ""
+        return None
     flags = torch.stack([flag for _, flag in listed]).tolist()
-    return next((text for (text, _), differs in zip(listed, flags, strict=True) if differs), "")
+    return next((text for (text, _), differs in zip(listed, flags, strict=True) if differs), None)
 
 
 class _Check:

@@ -188,22 +188,22 @@ class TestDefault:
     @pytest.mark.parametrize(
         ("product", "logits", "graphs", "reason"),
         [
-            ("", "", 16, ""),
-            ("a product differs", "", 16, "a product differs"),
-            ("", "in a decode", 16, "the model's logits have other bits in a decode"),
-            ("", "", None, "num_cuda_graphs is None"),
+            (None, None, 16, None),
+            ("a product differs", None, 16, "a product differs"),
+            (None, "in a decode", 16, "the model's logits have other bits in a decode"),
+            (None, None, None, "num_cuda_graphs is None"),
         ],
     )
     def test_how_few_rows_a_decode_may_have(self, monkeypatch, product, logits, graphs, reason):
         """That an earlier start found it, too."""
 
-        def first_difference(mode: BatchInvariance, model: Any, config: Any, padded: Any) -> str:
-            return "" if padded is padded_to_ladder else logits
+        def forward_difference(mode: BatchInvariance, model: Any, config: Any, padded: Any) -> str | None:
+            return None if padded is padded_to_ladder else logits
 
         monkeypatch.setattr(product_check, "record_products", lambda *_: ["aten.mm of something"])
-        monkeypatch.setattr(product_check, "first_difference", lambda *_: "")
+        monkeypatch.setattr(product_check, "product_difference", lambda *_: None)
         monkeypatch.setattr(product_check, "why_not_in_few_rows", lambda _: product)
-        monkeypatch.setattr(BatchInvariance, "_first_difference", first_difference)
+        monkeypatch.setattr(BatchInvariance, "_forward_difference", forward_difference)
         rows = f"32 rows, at least, because {reason}" if reason else "8 rows, at least"
         model = model_of("M")
         for checked_before in (False, True):
@@ -354,7 +354,7 @@ class TestRecorder:
             ("aten.mm", ((0, 0, 2),)),
         ]
         for one in found:
-            assert product_check.first_difference(one, 64, exact(one)) == ""
+            assert product_check.product_difference(one, 64, exact(one)) is None
 
     @pytest.mark.parametrize(
         ("step", "message"),
@@ -416,7 +416,7 @@ class TestProductCheck:
         monkeypatch.setattr(Product, "run", run)
         monkeypatch.setattr(few_rows, "product", few)
         differs = "aten.mm of [rows, 32] float16 x [32, 8] float16 differs among 8 rows"
-        assert product_check.why_not_in_few_rows(product) == (differs if error else "")
+        assert product_check.why_not_in_few_rows(product) == (differs if error else None)
         assert set(made) == {8}
 
     def test_few_rows_are_not_left_to_cublas(self, monkeypatch):
@@ -434,7 +434,7 @@ class TestProductCheck:
 
     def test_a_product_that_keeps_bits(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))
-        assert product_check.first_difference(product, 1024, exact(product)) == ""
+        assert product_check.product_difference(product, 1024, exact(product)) is None
 
     @pytest.mark.parametrize("rows", [32, 64, 128, 512, 768, 1024])
     def test_the_first_number_of_rows_that_differs(self, rows):
@@ -446,7 +446,7 @@ class TestProductCheck:
                 result[5] = result[5].nextafter(torch.tensor(9.0))
             return result
 
-        assert product_check.first_difference(product, 1024, run) == f"among {rows} rows"
+        assert product_check.product_difference(product, 1024, run) == f"among {rows} rows"
 
     def test_a_row_that_differs_at_another_place(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))
@@ -456,7 +456,7 @@ class TestProductCheck:
             result[0] *= 2  # the first row of any product
             return result
 
-        assert product_check.first_difference(product, 256, run) == "at another place among 32 rows"
+        assert product_check.product_difference(product, 256, run) == "at another place among 32 rows"
 
     def test_every_rung_is_computed(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))
@@ -466,7 +466,7 @@ class TestProductCheck:
             seen.append(len(arguments[0]))
             return exact(product)(arguments)
 
-        product_check.first_difference(product, 1000, run)
+        product_check.product_difference(product, 1000, run)
         assert set(seen) == set(rungs(1000)) == {32, 64, 128, 256, 512, 768, 1024}
 
     def test_operands_lie_in_memory_as_the_model_s_do(self):
@@ -477,7 +477,7 @@ class TestProductCheck:
             seen.append(arguments[0].stride())
             return exact(product)(arguments)
 
-        product_check.first_difference(product, 64, run)
+        product_check.product_difference(product, 64, run)
         assert set(seen) == {(48, 1)}
 
     @pytest.mark.parametrize("differs", [False, True])
@@ -501,8 +501,8 @@ class TestProductCheck:
                 result[7] = -result[7]
             return result
 
-        expected = "among 512 rows" if differs else ""
-        assert product_check.first_difference(product, 512, run) == expected
+        expected = "among 512 rows" if differs else None
+        assert product_check.product_difference(product, 512, run) == expected
 
 
 class TestChoices:
@@ -515,14 +515,14 @@ class TestChoices:
             seen.append(arguments[0].sort(-1).values.diff(dim=-1).eq(0).any(-1))
             return product.run(arguments)
 
-        assert product_check.first_difference(product, 512, run) == ""
+        assert product_check.product_difference(product, 512, run) is None
         assert torch.cat(seen).float().mean() > 0.9
 
         def unstable(arguments: list[Any]) -> Any:
             values, places = torch.topk(arguments[0], 2)
             return values, places.flip(-1) if len(places) == 512 else places
 
-        assert product_check.first_difference(product, 512, unstable) == "among 512 rows"
+        assert product_check.product_difference(product, 512, unstable) == "among 512 rows"
 
     def test_a_choice_among_rows_is_refused(self):
         with pytest.raises(BatchVarianceError, match="adds over the rows of the step"):
@@ -588,7 +588,7 @@ class TestForwardCheck:
     @pytest.mark.parametrize(
         ("depends", "case"),
         [
-            (lambda shape: False, ""),
+            (lambda shape: False, None),
             (lambda shape: shape.tokens != 64, "in the first chunk of a prefill in parts"),
             (lambda shape: shape.prefills == 2, "in the last part of a prefill, beside another"),
             (lambda shape: shape.tokens == 256, "in the last part of a prefill, beside another"),
@@ -596,14 +596,14 @@ class TestForwardCheck:
             (lambda shape: shape.prefills == 0, "in a decode at position 30, alone"),
             (lambda shape: shape.prefills and shape.decodes, "in a decode at position 34, beside a prefill"),
             (lambda shape: shape.decode_tokens > 1, "in a decode at position 35, with drafts"),
-            (lambda shape: shape.tokens == 8, ""),
+            (lambda shape: shape.tokens == 8, None),
         ],
     )
     def test_where_bits_differ(self, depends, case):
         model = Reading(model_of("M-*"), depends)
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
         steps = DummySteps(model, model.state_spec(), config, forward_check.checked_length(16), 256)
-        assert forward_check.first_difference(steps, 16, 256) == case
+        assert forward_check.forward_difference(steps, 16, 256) == case
 
     @pytest.mark.parametrize(
         ("depends", "case"),
@@ -620,7 +620,7 @@ class TestForwardCheck:
         model = Reading(model_of("M-*"), depends)
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
         steps = DummySteps(model, model.state_spec(), config, forward_check.checked_length(16), 256)
-        assert forward_check.first_difference(steps, 16, 256, padded_to_few) == case
+        assert forward_check.forward_difference(steps, 16, 256, padded_to_few) == case
 
     def test_products_of_few_rows_are_those_of_small_steps_alone(self, monkeypatch):
         sizes = list[int]()
@@ -633,7 +633,7 @@ class TestForwardCheck:
         monkeypatch.setattr(few_rows, "product", product)
         model, longest = model_of("M-*"), forward_check.checked_length(16)
         steps = DummySteps(with_few_rows(model), model.state_spec(), CONFIG, longest, 256)
-        differs = forward_check.first_difference(steps, 16, 256, padded_to_few)
+        differs = forward_check.forward_difference(steps, 16, 256, padded_to_few)
         assert differs == "in a decode at position 30, alone"
         assert set(sizes) == {8}
 
@@ -641,7 +641,7 @@ class TestForwardCheck:
         model = model_of("M*")
         steps = DummySteps(model, model.state_spec(), CONFIG, forward_check.checked_length(16), 256)
         for _ in range(3):
-            assert forward_check.first_difference(steps, 16, 256) == ""
+            assert forward_check.forward_difference(steps, 16, 256) is None
         assert steps._context.requests == []
 
 
@@ -652,10 +652,10 @@ def wide_rows(x: Tensor) -> Tensor:
 def test_a_product_that_differs_is_refused_by_name(monkeypatch):
     model = model_of("M-")
 
-    def difference(product: Product, most: int) -> str:
-        return "among 512 rows" if product.arguments[-1].shape == (32, 100) else ""
+    def difference(product: Product, most: int) -> str | None:
+        return "among 512 rows" if product.arguments[-1].shape == (32, 100) else None
 
-    monkeypatch.setattr(product_check, "first_difference", difference)
+    monkeypatch.setattr(product_check, "product_difference", difference)
     invariance = BatchInvariance(model, model.state_spec(), CONFIG)
     message = (
         r"bits than among 256 rows by "
@@ -738,7 +738,7 @@ class TestOnAGPU:
                 product = TestProductCheck().product(
                     x, step=lambda x, k=chosen, s=is_sorted: torch.topk(x, k, sorted=s)
                 )
-                assert product_check.first_difference(product, 4096) == ""
+                assert product_check.product_difference(product, 4096) is None
 
     @pytest.mark.parametrize("per_row", [2, 8])
     def test_grouped_products_keep_bits(self, per_row):
@@ -752,4 +752,4 @@ class TestOnAGPU:
         x = torch.randn(1, 1024, device="cuda").bfloat16()
         write_switches(SWITCHES)
         product = TestProductCheck().product(x, weight, step=step)
-        assert product_check.first_difference(product, 2048) == ""
+        assert product_check.product_difference(product, 2048) is None
