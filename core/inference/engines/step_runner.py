@@ -135,7 +135,7 @@ class SampledStep:
                 rows += range(stop - 1 - len(scheduled.drafts), stop)
         if self._sampled:
             columns |= self._draw(_rows_of(logits, rows), changes)
-        self._on_host = HostCopy(columns)
+        self._readback = DeviceReadback(columns)
 
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
@@ -183,7 +183,7 @@ class SampledStep:
         """Append the new tokens to their requests, and return them by request id."""
         if self._tokens is not None:
             return self._tokens
-        columns = self._on_host.read()
+        columns = self._readback.read()
         invalid = {
             request.request_id
             for request in (scheduled.request for scheduled in self._scored)
@@ -264,7 +264,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest[:8], "big") >> 11) / WHOLE
 
 
-class HostCopy:
+class DeviceReadback:
     """The numbers of 1-D tensors, copied to the CPU by one copy. float64 holds token ids exactly."""
 
     def __init__(self, columns: Mapping[ColumnName, Tensor]) -> None:

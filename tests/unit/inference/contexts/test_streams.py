@@ -19,7 +19,7 @@ from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.engines.cuda_graphs import GraphRunner
-from mambaslots.inference.engines.step_runner import HostCopy
+from mambaslots.inference.engines.step_runner import DeviceReadback
 from mambaslots.net.transfer.format import TransferError
 from mambaslots.net.transfer.pieces import NUM_BUFFERS, PoolLease, Staging, receive_pieces, send_pieces
 from mambaslots.net.transfer.pipe import NcclPipe
@@ -183,7 +183,7 @@ def sampled(simulator: Simulator, random: Random) -> None:
     previous = None
     for number in range(5):
         logits.fill_(number)
-        results = HostCopy({"first": logits[:2], "last": logits[2:]})
+        results = DeviceReadback({"first": logits[:2], "last": logits[2:]})
         if previous is not None:
             assert previous.read() == dict.fromkeys(("first", "last"), [number - 1.0] * 2)
             simulator.host([previous._numbers], (), "the host reads tokens")
