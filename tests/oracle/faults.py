@@ -47,7 +47,7 @@ POINTS: dict[str, tuple[Owner, str]] = {
     "sample": (lambda e: step_runner, "sample"),
     "log_softmax": (lambda e: sampling, "log_softmax"),
     "sampled": (lambda e: step_runner, "SampledStep"),
-    "waited": (lambda e: step_runner.SampledStep, "read_tokens"),
+    "waited": (lambda e: step_runner.SampledStep, "append_tokens"),
     "leaving": (lambda e: e.context, "release"),
 }
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -163,28 +163,46 @@ class DynamicInferenceContext:
         self.batch = tuple(self.prefix_cache.reserve(in_row_order, max_inner_states))
         self._request_states.gather(self.batch, idle_slots)
 
+    def needs_tokens(self, *, commits_later: bool) -> bool:
+        """Whether `end_step` can be called only after the step's new tokens are appended to their requests.
+
+        That is with drafts; and, unless it `commits_later`, where logits decide whether something becomes
+        findable.
+        """
+        return any(
+            scheduled.drafts
+            or (not commits_later and self._makes_findable(scheduled) and scheduled.logit_positions)
+            for scheduled in self.batch
+        )
+
+    def _makes_findable(self, scheduled: ScheduledRequest) -> bool:
+        """Whether a state or a KV block of the request becomes findable after this step."""
+        size = self.config.block_size_tokens
+        return bool(scheduled.destinations) or scheduled.completes_block(size)
+
     def end_step(
-        self, num_accepted: Callable[[int], int] | None = None, is_valid: Callable[[int], bool] | None = None,
-        *, commits_later: bool = False,
+        self, accepted: Mapping[int, int] | None = None, invalid: Collection[int] = (), *,
+        commits_later: bool = False,
     ) -> None:  # fmt: skip
         """Register KV, commit states and advance requests, once the forward is launched. No synchronisation.
 
-        `num_accepted`, for a request with drafts: how many of its tokens are right; the call appends them.
-        `is_valid`: whether a request's logits are finite; if not, nothing of its step becomes findable.
+        `accepted`: how many scheduled tokens of a request are right, by id; of all with drafts that are not
+        in `invalid`. Their right tokens are appended before.
+        `invalid`: ids of requests whose logits are not finite: nothing of their step becomes findable.
         `commits_later`: what depends on logits or sampled tokens waits for `commit_batch`.
         """
-        if is_valid is not None and not commits_later:
-            self._remove_invalid(is_valid)
+        if invalid and not commits_later:
+            self._remove_invalid(invalid)
         late: list[ScheduledRequest] = []
         if any(scheduled.drafts for scheduled in self.batch):
-            assert num_accepted is not None, "drafts are not verified"
-            late = self._verify(num_accepted)
+            assert accepted is not None, "drafts are not verified"
+            late = self._verify(accepted)
         self._request_states.scatter(self.batch, late)
         for scheduled in self.batch:
             self._request_states.release_source(scheduled)
             self._count(scheduled)
             committed: dict[int, int] = {}
-            if scheduled.destinations or scheduled.completes_block(self.config.block_size_tokens):
+            if self._makes_findable(scheduled):
                 if commits_later and scheduled.logit_positions:
                     self.uncommitted.append(scheduled)
                 else:
@@ -217,32 +235,32 @@ class DynamicInferenceContext:
         self.prefix_cache.register(scheduled.allocation.path, scheduled.request.tokens, scheduled.stop)
         return self.prefix_cache.commit(scheduled)
 
-    def _remove_invalid(self, is_valid: Callable[[int], bool]) -> None:
-        size = self.config.block_size_tokens
-        invalid = [
+    def _remove_invalid(self, invalid: Collection[int]) -> None:
+        """Remove the `invalid` requests that have drafts, or of which something would become findable."""
+        removed = [
             scheduled
             for scheduled in self.batch
-            if (scheduled.drafts or scheduled.destinations or scheduled.completes_block(size))
-            and not is_valid(scheduled.request.request_id)
+            if scheduled.request.request_id in invalid
+            and (scheduled.drafts or self._makes_findable(scheduled))
         ]
-        for scheduled in invalid:
+        for scheduled in removed:
             self.prefix_cache.reservations.release(scheduled.destinations.values())
-        rows = {scheduled.allocation.row for scheduled in invalid}
+        rows = {scheduled.allocation.row for scheduled in removed}
         self.batch = tuple(scheduled for scheduled in self.batch if scheduled.allocation.row not in rows)
 
-    def _verify(self, num_accepted: Callable[[int], int]) -> list[ScheduledRequest]:
+    def _verify(self, accepted: Mapping[int, int]) -> list[ScheduledRequest]:
         """Cut decodes to their accepted tokens; returns those with slots that are reserved only now."""
-        accepted = [
-            scheduled.accepted(num_accepted(scheduled.request.request_id)) if scheduled.drafts else scheduled
+        verified = [
+            scheduled.accepted(accepted[scheduled.request.request_id]) if scheduled.drafts else scheduled
             for scheduled in self.batch
         ]
-        late = self.prefix_cache.reservations.settle_drafts(self.batch, accepted)
+        late = self.prefix_cache.reservations.settle_drafts(self.batch, verified)
         added = {scheduled.allocation.row: scheduled.destinations for scheduled in late}
         self.batch = tuple(
             replace(scheduled, destinations=scheduled.destinations | added[scheduled.allocation.row])
             if scheduled.allocation.row in added
             else scheduled
-            for scheduled in accepted
+            for scheduled in verified
         )
         return late
 

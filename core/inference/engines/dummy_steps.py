@@ -12,7 +12,7 @@ from ...state_spec import HybridStateSpec
 from ...validation import ceil_div
 from ..contexts.cache.hashing import PrefixHashChain
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
+from ..contexts.dynamic_request import DynamicInferenceRequest
 from ..contexts.padding import MAX_PADDING, rung
 from ..contexts.step_inputs import StepInputs, StepShape
 
@@ -73,17 +73,15 @@ class DummySteps:
             ready[0] = self._context.admission.draft(ready[0], drafts)
         inputs = self._context.begin_step(ready, padding)
         logits = self._model(inputs)  # no step follows one that fails
-        self._context.end_step(lambda _: self._accept(ready[0]))
+        first = ready[0]
+        if first.drafts:  # all are right
+            first.request.append(first.drafts, [None] * len(first.drafts), 0.0)
+        self._context.end_step({first.request.request_id: first.length})
         in_row_order = sorted(ready, key=lambda scheduled: not scheduled.decoding)
         sizes = [len(scheduled.logit_positions) for scheduled in in_row_order]
         parts = torch.split(logits[: inputs.num_logits], sizes)
         of = {scheduled.request: part for scheduled, part in zip(in_row_order, parts, strict=True)}
         return [of[request] for request, _ in work]
-
-    def _accept(self, scheduled: ScheduledRequest) -> int:
-        """Make a request's drafts its tokens; returns how many of the scheduled tokens are right: all."""
-        scheduled.request.append(scheduled.drafts, [None] * len(scheduled.drafts), 0.0)
-        return scheduled.length
 
     def release(self, request: DynamicInferenceRequest) -> None:
         """Take back what a request holds."""

@@ -57,7 +57,7 @@ class StepRunner:
         if looks_ahead and (ahead := scheduler.schedule_ahead()):
             decoding = [scheduled.request for scheduled in ahead if scheduled.is_ahead]
             self.unread_step = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
-        tokens = sampled.read_tokens()
+        tokens = sampled.append_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
         self._context.commit_batch(sampled.batch, sampled.invalid)
@@ -80,9 +80,10 @@ class StepRunner:
             self.invariance.check_switches()
         inputs = self._context.begin_step(batch, self.padded, tokens)  # reserve, build
         sampled = SampledStep(self._context.batch, self.run_model(model, inputs), self.logits_changes)
-        # Register, commit, advance. Waits for drafts, and, unless steps follow unread ones, where blocks or
-        # states become findable.
-        self._context.end_step(sampled.num_accepted, sampled.is_valid, commits_later=self._looks_ahead)
+        accepted: dict[int, int] = {}
+        if self._context.needs_tokens(commits_later=self._looks_ahead):
+            accepted = {request_id: len(new) for request_id, new in sampled.append_tokens().items()}
+        self._context.end_step(accepted, sampled.invalid, commits_later=self._looks_ahead)  # register, commit
         return sampled
 
     def padded(self, shape: StepShape) -> StepShape:
@@ -111,7 +112,7 @@ class SampledStep:
     def __init__(self, batch: Batch, logits: Tensor, changes: LogitsChanges) -> None:
         """Choose tokens for the requests whose known tokens are all computed. Does not synchronise."""
         self.batch = batch
-        # Ids of requests without a token, known after `read_tokens`: the largest logit of a row that they
+        # Ids of requests without a token, known after `append_tokens`: the largest logit of a row that they
         # need is NaN or infinite. Logits of -inf next to a finite one are valid: they forbid tokens.
         self.invalid: tuple[int, ...] = ()
         self._scored = [scheduled for scheduled in batch if scheduled.scored_positions]
@@ -166,21 +167,8 @@ class SampledStep:
             return self._drawn
         return self._drawn.index_select(0, tensor_on(self._drawn.device, wanted))
 
-    def num_accepted(self, request_id: int) -> int:
-        """How many scheduled tokens of a valid request are right. Waits as `read_tokens` does."""
-        return len(self.read_tokens()[request_id])
-
-    def is_valid(self, request_id: int) -> bool:
-        """Whether a request has no invalid logits in this step."""
-        if self._tokens is None and all(
-            scheduled.request.request_id != request_id for scheduled in (*self._scored, *self._sampled)
-        ):
-            return True
-        self.read_tokens()
-        return request_id not in self.invalid
-
-    def read_tokens(self) -> NewTokens:
-        """Append the new tokens to their requests, and return them by request id."""
+    def append_tokens(self) -> NewTokens:
+        """Wait for the new tokens, and append them to their requests, once; returns them by request id."""
         if self._tokens is not None:
             return self._tokens
         columns = self._readback.read()

@@ -76,7 +76,7 @@ PLACES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "forward": lambda engine: (engine, "model"),
     "register": lambda engine: (engine.context.prefix_cache.tree, "register"),
     "commit": lambda engine: (engine.context.prefix_cache.slots, "commit_slots"),
-    "sampling": lambda engine: (ms.inference.engines.step_runner.SampledStep, "read_tokens"),
+    "sampling": lambda engine: (ms.inference.engines.step_runner.SampledStep, "append_tokens"),
     "release": lambda engine: (engine.context, "release"),
     "end": lambda engine: (engine.core, "_end"),
     "pin": lambda engine: (engine.context.prefix_cache, "pin"),

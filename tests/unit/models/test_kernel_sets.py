@@ -358,7 +358,7 @@ class DraftedScenario(Scenario):
                     *chunk.drafts[:accepted],
                     (7 * len(request.tokens) + request.allocation.row) % 256,
                 ]
-        context.end_step(kept.get)
+        context.end_step(kept)
         context.check_integrity()
 
 

@@ -15,7 +15,7 @@ from mambaslots.inference.contexts.dynamic_request import DynamicInferenceReques
 from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.drafter import accepted_tokens
 from mambaslots.inference.engines.logits_changes import LogitsChanges
-from mambaslots.inference.engines.step_runner import SampledStep
+from mambaslots.inference.engines.step_runner import DeviceReadback, SampledStep
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
 
@@ -71,7 +71,7 @@ def test_requests_without_finite_logits_get_nothing_and_the_others_their_tokens(
     requests = [request(i, return_log_probs=True, **settings) for i in range(len(rows))]
     before = [fields(one) for one in requests]
     sampled = sample_step([step(one, 0, 3) for one in requests], logits)
-    tokens = sampled.read_tokens()
+    tokens = sampled.append_tokens()
     assert sampled.invalid == (2, 3, 4, 5, 6)
     assert sorted(tokens) == [0, 1, 7]
     for i in (0, 1, 7):
@@ -79,10 +79,10 @@ def test_requests_without_finite_logits_get_nothing_and_the_others_their_tokens(
         ((token, log_prob, _),) = tokens[i]
         assert [token] == sample_rows(logits[i : i + 1], [params], [0]) == requests[i].new_tokens
         assert log_prob == pytest.approx(float(logits[i].double().log_softmax(-1)[token]), abs=1e-5)
-        assert sampled.num_accepted(i) == 1
+        assert len(tokens[i]) == 1
     for i in sampled.invalid:
         assert fields(requests[i]) == before[i]
-    assert sampled.read_tokens() is tokens
+    assert sampled.append_tokens() is tokens
 
 
 @given(data=st.data())
@@ -99,7 +99,7 @@ def test_rows_behind_the_first_wrong_draft_do_not_count(data: st.DataObject) -> 
     drafting, other = request(5, stop_token_ids=(stop,)), request(6)
     steps = [step(drafting, 2, 3 + len(drafts), drafts), step(other, 0, 3)]
     sampled = sample_step(steps, torch.cat([logits, logits.new_ones(1, VOCABULARY)]))
-    tokens = sampled.read_tokens()
+    tokens = sampled.append_tokens()
     expected: list[int] | None = []
     for row, token in enumerate(drawn):
         if bad[row]:
@@ -124,7 +124,7 @@ def test_rows_of_prompt_log_probs_count(bad_row: int) -> None:
     logits[bad_row, 2] = math.nan
     other = request(2)
     sampled = sample_step([step(asking, 0, 4), step(other, 0, 3)], logits)
-    assert list(sampled.read_tokens()) == [2]
+    assert list(sampled.append_tokens()) == [2]
     assert sampled.invalid == (1,)
     assert fields(asking) == before
 
@@ -133,12 +133,12 @@ def test_a_part_of_a_prompt_counts_too() -> None:
     asking = request(1, (3, 1, 2, 4), skip_prompt_log_probs=False)
     logits = torch.zeros(2, VOCABULARY)
     sampled = sample_step([step(asking, 0, 2)], logits)
-    assert sampled.read_tokens() == {}
+    assert sampled.append_tokens() == {}
     assert sampled.invalid == ()
     assert asking.prompt_log_probs == [pytest.approx(-math.log(VOCABULARY))] * 2
     logits[1] = -math.inf
     sampled = sample_step([step(asking, 2, 4)], logits)
-    assert sampled.read_tokens() == {}
+    assert sampled.append_tokens() == {}
     assert sampled.invalid == (1,)
     assert len(asking.prompt_log_probs) == 2
 
@@ -146,8 +146,35 @@ def test_a_part_of_a_prompt_counts_too() -> None:
 def test_a_step_without_tokens_and_log_probs_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = sample_step([step(request(1), 0, 2)], torch.zeros(0, VOCABULARY))
     monkeypatch.setattr(torch, "cat", None)
-    assert sampled.read_tokens() == {}
+    assert sampled.append_tokens() == {}
     assert sampled.invalid == ()
+
+
+@pytest.mark.parametrize("commits_later", [False, True])
+def test_a_step_waits_for_its_tokens_where_a_block_becomes_findable(
+    commits_later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other steps end first; with steps ahead all of them do. Each is read once."""
+    engine = small_engine()
+    engine.core.step_runner._looks_ahead = commits_later
+    read, end_step, events = DeviceReadback.read, engine.context.end_step, list[str]()
+
+    def reading(readback: DeviceReadback) -> Any:
+        events.append("read")
+        return read(readback)
+
+    def ending(*arguments: Any, **settings: Any) -> None:
+        end_step(*arguments, **settings)
+        events.append("end")
+
+    monkeypatch.setattr(DeviceReadback, "read", reading)
+    monkeypatch.setattr(engine.context, "end_step", ending)
+    size = engine.config.block_size_tokens
+    engine.generate([random_tokens(size - 3, seed=1)], ms.SamplingParams(max_tokens=5))
+    if commits_later:  # the step ahead is launched before
+        assert events == ["end", *["end", "read"] * 4, "read"]
+    else:  # in the fourth step, the last token of the block is computed
+        assert events == [*["end", "read"] * 3, "read", "end", "end", "read"]
 
 
 def test_host_tensors_name_their_device() -> None:
@@ -158,7 +185,7 @@ def test_host_tensors_name_their_device() -> None:
     with torch.device("meta"):
         tokens = sample_step(
             [step(waiting, 0, 2), step(asking, 0, 4), step(drawing, 0, 3)], logits
-        ).read_tokens()
+        ).append_tokens()
     assert sorted(tokens) == [1, 2]
     assert len(asking.prompt_log_probs) == 3
     assert len(waiting.prompt_log_probs) == 2

@@ -486,7 +486,7 @@ class TestContext:
         drafted = context.admission.draft(chunk, [1, 2, 3])
         assert (drafted.drafts, drafted.length, drafted.samples_token) == ((1, 2, 3), 4, True)
         context.begin_step([drafted])
-        context.end_step({0: 1}.__getitem__)
+        context.end_step({0: 1})
         context.check_integrity()
         assert chunk.request.allocation.num_computed == 10
 
