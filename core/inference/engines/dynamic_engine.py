@@ -274,14 +274,14 @@ class DynamicInferenceEngine:
         Returns:
             The results, in the order of the prompts.
         """
-        rows = prompts_with(
+        arguments = prompts_with(
             "prompt", prompts, sampling_params=sampling_params, cache_salt=cache_salt,
             checkpoint_plan=checkpoint_plan,
         )  # fmt: skip
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
-            self.factory.new_request("prompt" if len(rows) == 1 else f"prompts[{i}]", *row)
-            for i, row in enumerate(rows)
+            self.factory.new_request("prompt" if len(arguments) == 1 else f"prompts[{i}]", *own)
+            for i, own in enumerate(arguments)
         ]
         return self._serve(requests, progress)
 
@@ -312,11 +312,11 @@ class DynamicInferenceEngine:
         Raises:
             ValueError: a sequence can never run, or has no token at `start`.
         """
-        rows = prompts_with(
+        arguments = prompts_with(
             "sequence", sequences, start=start, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
         )
         self.ensure_allocated("score")
-        requests = [self.factory.new_sequence(f"sequences[{i}]", *row) for i, row in enumerate(rows)]
+        requests = [self.factory.new_sequence(f"sequences[{i}]", *own) for i, own in enumerate(arguments)]
         results = self._serve(requests, progress, is_users=False)
         return [
             ScoreResult(

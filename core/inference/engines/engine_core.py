@@ -80,8 +80,8 @@ def signals_deferred() -> Iterator[None]:
             restore()
             raise
         finally:
-            for first in arrived[:1]:
-                signal.raise_signal(first)
+            if arrived:  # the second one has had its effect
+                signal.raise_signal(arrived[0])
 
 
 class EngineCore:
@@ -290,8 +290,11 @@ class EngineCore:
             self.broken_by = None
         self.notify_ended()
         self.weights_version = weights_version
-        if allocated != self._context.memory.is_allocated:
-            self.resume() if allocated else self.suspend()
+        was_allocated = self._context.memory.is_allocated
+        if allocated and not was_allocated:
+            self.resume()
+        elif was_allocated and not allocated:
+            self.suspend()
 
     def _clear_prefixes(self) -> None:
         if self._context.memory.is_allocated:  # a suspended engine caches nothing
@@ -373,9 +376,10 @@ class EngineCore:
             self.claim(request.request_id)
         if not is_half_made:
             return
+        if not __debug__:  # python -O leaves no checks
+            self._rebuild()
+            return
         try:
-            if not __debug__:
-                raise AssertionError("python -O leaves no checks")
             self.check_integrity()
         except Exception:
             self._rebuild()

@@ -5,6 +5,8 @@ Where steps fail, `test_failing_steps.py` looks closer.
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -218,6 +220,28 @@ def test_a_program_without_a_handler_ends_by_sigterm_after_the_step() -> None:
     done = run_code(TERMINATED)
     assert done.stdout == "the step was made\n", done.stderr
     assert done.returncode == -signal.SIGTERM
+
+
+WITHOUT_CHECKS = """
+from oracle.faults import acting
+from oracle.serving import random_tokens, small_engine
+engine = small_engine()
+with acting(engine, "end", lambda: [][0]):
+    try:
+        engine.generate([random_tokens(20, seed=1)])
+    except IndexError:
+        print(engine.core.num_rebuilds)
+print(len(engine.generate([random_tokens(20, seed=1)])))
+"""
+
+
+@pytest.mark.parametrize(("options", "num_rebuilds"), [((), 0), (("-O",), 1)])
+def test_without_checks_a_failed_step_forgets_the_cache(options: tuple[str, ...], num_rebuilds: int) -> None:
+    """`python -O` removes the asserts of `check_integrity`: what it does not find may be there."""
+    command = [sys.executable, *options, "-c", WITHOUT_CHECKS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{num_rebuilds}\n1\n", done.stderr
 
 
 def test_the_report_of_an_interrupted_step_is_returned_by_the_next_call() -> None:
