@@ -235,12 +235,13 @@ print(len(engine.generate([random_tokens(20, seed=1)])))
 """
 
 
+@pytest.mark.long  # python -O compiles torch anew
 @pytest.mark.parametrize(("options", "num_rebuilds"), [((), 0), (("-O",), 1)])
 def test_without_checks_a_failed_step_forgets_the_cache(options: tuple[str, ...], num_rebuilds: int) -> None:
     """`python -O` removes the asserts of `check_integrity`: what it does not find may be there."""
     command = [sys.executable, *options, "-c", WITHOUT_CHECKS]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == f"{num_rebuilds}\n1\n", done.stderr
 
 
