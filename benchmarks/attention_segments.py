@@ -12,7 +12,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
-from support.command_line import make_parser
+from support.command_line import make_parser, parse_on_gpu
 from support.graph_timing import graph_us
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 256
@@ -90,13 +90,10 @@ def measure(case: Case) -> dict[str, float]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    arguments = parser.parse_args()
+    arguments = parse_on_gpu(parser)
     import torch
     from mambaslots.inference.kernels import attention
 
-    if not torch.cuda.is_available():
-        print("nothing measured: this needs a GPU")
-        return 0
     if reason := attention.flash_rejection(torch.device("cuda"), torch.bfloat16, HEAD_DIM):
         sys.exit(reason)
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from itertools import cycle
 
 import torch
 from mambaslots.inference.engines.batch_invariance import SWITCHES, read_switch, write_switches
-from support.command_line import make_parser
+from support.command_line import make_parser, parse_on_gpu
 from support.graph_timing import graph_us
 
 SHAPES = {
@@ -69,10 +69,7 @@ def measure(outputs: int, size: int) -> dict[str, float | bool]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("nothing measured: this needs a GPU")
-        return 0
+    arguments = parse_on_gpu(parser)
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds\n")
     results = []
@@ -81,8 +78,9 @@ def main() -> int:
             found = measure(outputs, size)
             if not results:
                 print(f"{'':30}" + "".join(f"{name:>10}" for name in found) + f"{'8 : 32':>10}")
-            texts = [f"{value!s:>10}" if value is True or value is False else f"{value:10.2f}"
-                     for value in found.values()]  # fmt: skip
+            texts = [
+                f"{value!s:>10}" if isinstance(value, bool) else f"{value:10.2f}" for value in found.values()
+            ]
             ratio = found["8 rows"] / found["32 rows"]
             print(f"{model:14}{f'{size} -> {outputs}':>16}" + "".join(texts) + f"{ratio:10.3f}", flush=True)
             results.append({"model": model, "outputs": outputs, "inputs": size, **found})

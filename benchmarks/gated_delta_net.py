@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from support.command_line import make_parser, new_file
+from support.command_line import make_parser, new_file, parse_on_gpu
 from support.graph_timing import graph_us
 
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 16, 32, 128, 4
@@ -319,13 +319,10 @@ def table(rows: list[Figures]) -> list[str]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--markdown", type=new_file, metavar="PATH", help="write the tables to this file")
-    arguments = parser.parse_args()
+    arguments = parse_on_gpu(parser)
     import torch
     import triton
 
-    if not torch.cuda.is_available():
-        print("nothing measured: this needs a GPU")
-        return 0
     bench = Bench()
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     print(f"{machine}; the first calls compile and tune, for minutes", flush=True)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from support.command_line import make_parser
+from support.command_line import make_parser, parse_on_gpu
 from support.graph_timing import graph_us
 
 if TYPE_CHECKING:
@@ -198,13 +198,10 @@ def table(rows: list[Figures]) -> list[str]:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    arguments = parser.parse_args()
+    arguments = parse_on_gpu(parser)
     import torch
     import triton
 
-    if not torch.cuda.is_available():
-        print("nothing measured: this needs a GPU")
-        return 0
     bench = Bench()
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     print(f"{machine}; the first calls compile and tune", flush=True)

@@ -14,6 +14,15 @@ from arguments import make_parser as make_parser
 from arguments import new_file as new_file
 
 
+def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of a script that measures a GPU; ends it with exit code 0 where there is none."""
+    parsed = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("nothing measured: this needs a GPU")
+        sys.exit()
+    return parsed
+
+
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:
     """End the script where a GPU is missing: with exit code 0 where `--device` was not given."""
     if (

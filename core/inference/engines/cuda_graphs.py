@@ -51,6 +51,11 @@ class GraphBuckets:
             min_decode_tokens=min_decode_tokens,
         )  # fmt: skip
 
+    @property
+    def have_few_rows(self) -> bool:
+        """Whether decode steps may have fewer tokens than the smallest rung, and the bits of rungs."""
+        return 0 < self.min_decode_tokens < SMALLEST_RUNG
+
     def smallest(self, shape: StepShape) -> StepShape | None:
         """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
         if self.min_decode_tokens and shape.prefills and not self.max_prefill_tokens:
@@ -177,8 +182,10 @@ class GraphRunner:
         fitting = self._buckets.smallest(shape)
         if fitting is None or fitting in self._graphs or self._has_room(fitting):
             return fitting
+        if not self._buckets.have_few_rows:
+            return None
         on_ladder = replace(self._buckets, min_decode_tokens=SMALLEST_RUNG).smallest(shape)
-        return on_ladder if self._buckets.min_decode_tokens and on_ladder in self._graphs else None
+        return on_ladder if on_ladder in self._graphs else None
 
     def _has_room(self, shape: StepShape) -> bool:
         alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
@@ -199,8 +206,7 @@ class GraphRunner:
         return logits
 
     def _forward_of(self, model: Model) -> Forward:
-        """With batch invariance, the model with products of few rows."""
-        return with_few_rows(model) if self._buckets.min_decode_tokens else model
+        return with_few_rows(model) if self._buckets.have_few_rows else model
 
     def after_step(self, model: Model) -> None:
         """Capture the shape that the last step ran for the first time, if any; synchronises."""
