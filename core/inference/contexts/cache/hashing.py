@@ -15,6 +15,11 @@ ENVIRONMENT_NAME = "MAMBASLOTS_SALT_KEY"
 SHORTEST_KEY = 16
 
 
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """The bytes of token ids, as a chain hashes and the tree compares them."""
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
 class PrefixHashChain:
     """The hashes of a growing token sequence's whole blocks.
 
@@ -42,7 +47,7 @@ class PrefixHashChain:
         whole = len(self._digests) - 1  # `append` adds the digest last: an interrupted block is hashed again
         del self.hashes[whole:], self.tokens[whole:]
         if stop > whole:
-            content, width = np.asarray(sequence[whole * size : stop * size], dtype="<u4").tobytes(), 4 * size
+            content, width = token_bytes(sequence[whole * size : stop * size]), 4 * size
             for first in range(0, len(content), width):
                 self.append(content[first : first + width])
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .checkpoint_plan import KINDS_BY_WORTH, Boundary, CheckpointPlan
-from .hashing import PrefixHashChain
+from .hashing import PrefixHashChain, token_bytes
 from .state_slots import StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
@@ -154,8 +154,10 @@ class Reservations:
             for boundary in step.boundaries:
                 prefix_hash = step.hash_at(boundary.position)
                 if prefix_hash not in cached_states.state_block_of_hash:
-                    is_draft = step.drafts and boundary.position > len(step.sequence)
-                    (guessed if is_draft else certain).setdefault(prefix_hash, (step, boundary))
+                    is_guess = not step.knows_tokens_before(boundary) and (
+                        step.drafts or self._may_be_cached(step, boundary)
+                    )
+                    (guessed if is_guess else certain).setdefault(prefix_hash, (step, boundary))
         if not (certain or guessed):
             return list(steps)
         by_worth = sorted(certain, key=lambda prefix_hash: KINDS_BY_WORTH.index(certain[prefix_hash][1].kind))
@@ -172,9 +174,11 @@ class Reservations:
         chosen = self.plan([PlannedState.of(*certain[each], each) for each in wanted], unknown)
         passed = unknown.union(chosen)  # what is unknown is remembered once its tokens are known
         cached_states.remember_refused([prefix_hash for prefix_hash in by_worth if prefix_hash not in passed])
-        # States of drafts evict nothing, because the drafts may be wrong.
+        # Guesses evict nothing: drafts may be wrong, and a repeated answer's state may be cached.
         num_free = len(slots.free_slots) - len(chosen)
-        chosen += [prefix_hash for prefix_hash in guessed if prefix_hash not in certain][:num_free]
+        guesses = [prefix_hash for prefix_hash in guessed if prefix_hash not in certain][:num_free]
+        self._placeholders.update(each for each in guesses if not guessed[each][0].drafts)
+        chosen += guesses
         places = [certain.get(prefix_hash) or guessed[prefix_hash] for prefix_hash in chosen]
         blocks = [step.block_at(boundary.position) for step, boundary in places]
         destinations: dict[int, dict[int, int]] = {id(step): {} for step, _ in places}
@@ -184,6 +188,17 @@ class Reservations:
             replace(step, destinations=destinations[id(step)]) if id(step) in destinations else step
             for step in steps
         ]
+
+    def _may_be_cached(self, step: PathStep, boundary: Boundary) -> bool:
+        """Whether there is a state of the tokens before the boundary, as far as these are known."""
+        tree, chain = self._slots.tree, step.path.chain
+        depth = boundary.position // chain.block_size_tokens
+        parent = step.path.blocks[depth - 2] if depth > 1 else chain.root
+        if isinstance(parent, int) and not tree.num_children[parent]:
+            return False
+        known = token_bytes(step.sequence[boundary.position - chain.block_size_tokens :])
+        cached = map(tree.content_of, self._slots.cached_states.state_block_of_hash.values())
+        return any(before == parent and content.startswith(known) for before, content in cached)
 
     def plan(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
         """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""

@@ -118,6 +118,37 @@ def test_a_cache_that_is_off_lends_blocks_and_keeps_nothing():
     assert cache.stats().num_free_kv_blocks == 4
 
 
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_a_state_that_a_token_still_on_the_device_may_repeat_evicts_none(policy):
+    cache = PrefixCache(12, 3, SIZE, policy)
+    paths = [computed(cache, tokens, [len(tokens)]) for tokens in ([1, 2, 3, 4], [9, 9])]
+    former = cache.slots.cached_states.slot_of(paths[0].blocks[1])
+
+    def decodes(known):
+        """A decode whose token, which is not known yet, completes the second block; with its slot."""
+        paths.append(path := opened(cache, known))
+        return cache.reserve(
+            [PathStep(path, known, 3, 4, decoding=True, boundaries=(Boundary(4, "decode"),))]
+        )[0]
+
+    def committed(step):
+        cache.register(step.path, [*step.sequence, 4], 4)
+        slots = cache.commit(step)
+        cache.check_integrity(paths)
+        return slots
+
+    repeats = decodes([1, 2, 3])
+    assert cache.stats().num_reserved_slots == 1  # a free one
+    assert committed(repeats) == {4: former}
+    assert cache.stats().num_free_slots == 1
+    other = decodes([1, 2, 5])
+    assert decodes([1, 2, 3]).destinations == {}  # no slot is free
+    assert committed(other) == other.destinations != {}
+    assert cache.stats().num_states_evicted == 0
+    decodes([1, 2, 6])
+    assert cache.stats().num_states_evicted == 1
+
+
 def test_a_path_holds_no_more_blocks_than_its_table_row_has_entries():
     cache = PrefixCache(8, 4, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
