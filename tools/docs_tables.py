@@ -90,10 +90,10 @@ def gpu() -> str:
     ]
     note = (
         "\nFor a prompt, the lower bound is the time of the model's matrix products alone. For a decode\n"
-        "step, the bound is the bytes that the step must move (weights, states, KV), divided by the\n"
-        "bandwidth of a large copy (`gpu_serving_h200.json`).\n"
+        "step, it is the number of bytes that the step must move (weights, states, KV), divided by the\n"
+        "bandwidth of a large copy.\n"
     )
-    return markdown(["one NVIDIA H200, bfloat16; in brackets: time / lower bound", *names], rows) + note
+    return markdown(["one NVIDIA H200, bfloat16; in brackets: time / its lower bound", *names], rows) + note
 
 
 def described(work: str) -> str:
@@ -299,10 +299,11 @@ def picture() -> str:
     return paragraph(f"""
         Left: one {ours["device"]}, torch {ours["torch"].partition("+")[0]}, {day(ours)}. Middle: one
         {peers["device"]}, vLLM {versions["vllm"]}, torch {versions["torch"]}, {day(peers)}, mambaslots at
-        commit {peers["commit"]}. Left and middle: bfloat16, random weights, 12 users with 4 turns each.
-        Right: replayed traces of requests; "vLLM's rules" and "SGLang's rules" are our implementations of the
-        caches of vLLM and SGLang. [The comparison with vLLM](benchmarks/README.md#compared-with-vllm) has the
-        commands and all figures, also those in which vLLM is faster.""")
+        commit {peers["commit"]}. Left and middle: bfloat16, random weights, 12 users with 4 turns each;
+        mambaslots without [`batch_invariant`](docs/bits.md). Right: replayed traces of requests; "vLLM's
+        rules" and "SGLang's rules" are our implementations of the caches of vLLM and SGLang. [The comparison
+        with vLLM](benchmarks/README.md#compared-with-vllm) has the commands and all figures, including those
+        in which vLLM is faster.""")
 
 
 def demo() -> str:
@@ -327,7 +328,7 @@ def readme() -> str:
     peers = results("vllm_peer_h100")["models"]
     first = {
         side: peers["Nemotron-H-8B"][side]["conversations"]["first_token_ms"]
-        for side in ("vllm", "mambaslots")
+        for side in ("vllm", "mambaslots", "mambaslots, batch_invariant")
     }
     answers = results("vllm_peer_answers_h100")["equal_answers_of_24"]["Qwen3.5-4B"]
     ours, theirs = answers["mambaslots, batch_invariant"], answers["vllm"]
@@ -336,33 +337,34 @@ def readme() -> str:
     rows = [
         [
             "Evicts the state whose loss costs the fewest recomputed tokens",
-            f"prompt tokens resumed in a chat trace, with 22 GB for states and KV: {shared['ours']}; "
-            f"vLLM's rules: {shared['vllm']}; SGLang's rules: {shared['sglang']}",
+            "share of prompt tokens resumed in a chat trace, with 22 GB for states and KV: "
+            f"{shared['ours']}; with vLLM's rules: {shared['vllm']}; with SGLang's rules: {shared['sglang']}",
             "`python benchmarks/replay/rows.py`",
         ],
         [
-            "Resumes the next turn of a conversation at the end of the previous answer's last full block",
-            f"mean time to the first token, Nemotron-H-8B: {first['mambaslots']} ms; "
-            f"vLLM 0.26: {first['vllm']} ms",
+            "Stores a state near the end of each answer; the conversation's next turn resumes from it",
+            f"mean time to the first token in conversations, Nemotron-H-8B: {first['mambaslots']} ms "
+            f"(with `batch_invariant`: {first['mambaslots, batch_invariant']} ms); vLLM 0.26: "
+            f"{first['vllm']} ms",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
-            "Gives the same bits with and without the cache, alone and in a batch",
-            f"24 prompts, Qwen3.5-4B; answers equal with and without the cache: {ours['cold and warm']} "
-            f"(vLLM 0.26: {theirs['cold and warm']}); answers equal alone and in a batch: "
-            f"{ours['alone and in one batch']} (vLLM 0.26: {theirs['alone and in one batch']})",
+            "With `batch_invariant`, gives the same bits with and without the cache, alone and in a batch",
+            f"of 24 answers of Qwen3.5-4B, the cache left {ours['cold and warm']} unchanged (vLLM 0.26: "
+            f"{theirs['cold and warm']}), and a batch left {ours['alone and in one batch']} unchanged "
+            f"(vLLM 0.26: {theirs['alone and in one batch']})",
             "[comparison](benchmarks/README.md#compared-with-vllm)",
         ],
         [
-            "Says why each prompt token was computed, and names a setting that helps, if there is one",
+            "Says why each prompt token was computed, and which setting would avoid this, if one would",
             "9 reasons, shown in the server's page and metrics",
             "[operations](docs/operations.md)",
         ],
         [
             "Keeps evicted states in host memory",
-            "GPU memory for a tenth of the states; tokens resumed, compared with GPU memory for all states: "
-            f"with host memory {100 * tier['tier']['share']:.0f} %, "
-            f"without it {100 * tier['a tenth']['share']:.0f} %",
+            "prompt tokens resumed with GPU memory for a tenth of the states, relative to memory for all: "
+            f"{100 * tier['a tenth']['share']:.0f} %; with host memory in addition: "
+            f"{100 * tier['tier']['share']:.0f} %",
             "`python benchmarks/host_tier.py`",
         ],
         [
