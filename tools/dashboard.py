@@ -53,7 +53,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "states_left", "states_refused refused", "states_evicted_unused evicted unused",
             "states_committed committed", "tier_states_fetched back from {{tier}}",
             "tier_copies_damaged damaged copies",
-        ], "new_state, live_state and kv_evicted are want of memory; refused ones found no slot at all"),
+        ], "new_state, live_state and kv_evicted are want of memory; refused ones got no slot"),
         Panel("KV blocks removed and registered, a second", 12, [
             "kv_blocks_left", "kv_blocks_registered registered",
         ], "new_block is want of memory"),

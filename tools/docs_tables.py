@@ -172,7 +172,8 @@ def routers() -> str:
         and row["router"] != "one cache"
     ]
     head = [
-        *("router", "share of prompt tokens resumed", "relative to one cache of the same total memory"),
+        *("router", "share of prompt tokens resumed"),
+        "this share / that of one cache with the same total memory",
         "tokens computed by the busiest replica / mean of all replicas",
     ]
     return markdown(head, rows)

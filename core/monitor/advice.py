@@ -38,7 +38,7 @@ _SENTENCES: dict[ComputeReason, str] = {
     ),
 }
 _SMALLER_BLOCK = (
-    "they do not fill a block; a smaller block_size_tokens (a multiple of {grid}) shares more of short tails"
+    "they do not fill a block; a smaller block_size_tokens (a multiple of {grid}) caches more of them"
 )
 
 

@@ -54,8 +54,8 @@ COUNTERS = (
     Figure("states_committed", "states stored in the cache", _CACHE + "num_states_committed"),
     Figure("states_left", "states removed from the cache, by cause", _CACHE + "states_removed_by_cause",
            "cause", "evictions.by_cause"),
-    Figure("states_refused", "states not stored, because all slots were pinned or reserved",
-           _CACHE + "num_states_refused"),
+    Figure("states_refused", "states not stored, because each slot was pinned, reserved, or held a more "
+           "valuable state", _CACHE + "num_states_refused"),
     Figure("states_evicted_unused", "evicted states that no request had resumed from",
            _CACHE + "num_states_evicted_unused"),
     Figure("tier_states_fetched", "evicted states copied back to the device, by tier: host or disk",
@@ -69,7 +69,7 @@ COUNTERS = (
     Figure("tenant_prompt_tokens", "prompt tokens of a tenant", "num_prompt_tokens", "tenant"),
     Figure("tenant_resumed_prompt_tokens", "prompt tokens of a tenant that were resumed",
            "num_resumed_tokens", "tenant"),
-    Figure("cache_rebuilds", "interrupted calls after which all cached prefixes were dropped",
+    Figure("cache_rebuilds", "interrupted or failed calls after which all cached prefixes were dropped",
            "stats.num_rebuilds"),
 )  # fmt: skip
 GAUGES = (
@@ -79,12 +79,12 @@ GAUGES = (
     Figure("requests_paused", "running requests that wait for a KV block", "stats.num_paused",
            key="engine.paused"),
     Figure("requests_max", "requests that can run at once", "max_requests", key="engine.max_requests"),
-    Figure("state_slots", "state slots by use: free; reserved for a state that a step computes; committed, "
-           "with a cached state; live, of a running request", "slots_by_use", "use", "pools.states"),
+    Figure("state_slots", "state slots by use: free, reserved (a step will write the state), committed (a "
+           "cached state), live (the state of a running request)", "slots_by_use", "use", "pools.states"),
     Figure("state_slots_pinned", "committed state slots that cannot be evicted now",
            _CACHE + "num_pinned_slots", key="pools.states.pinned"),
     Figure("tier_states", "copies of evicted states, by tier: host or disk", "states_by_tier", "tier"),
-    Figure("kv_blocks", "KV blocks by use: free; cached; held by running requests or pins",
+    Figure("kv_blocks", "KV blocks by use: free, held (by running requests or pins), cached (not held)",
            "kv_blocks_by_use", "use", "pools.kv"),
     Figure("warnings", "warnings that name a setting to change", "num_warnings"),
 )  # fmt: skip

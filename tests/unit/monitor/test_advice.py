@@ -101,7 +101,7 @@ def test_blocks_that_are_longer_than_prompts_are_named() -> None:
     prompts = [random_tokens(20, seed) for seed in range(64)]
     (warning,) = warned(prompts, repeats=1, block_size_tokens=32)
     assert "100% of 400 prompt tokens were computed because of partial_block: " in warning
-    assert "a smaller block_size_tokens (a multiple of 4) shares more of short tails" in warning
+    assert "a smaller block_size_tokens (a multiple of 4) caches more of them" in warning
 
 
 def test_a_model_that_allows_no_shorter_block_is_not_warned_of() -> None:

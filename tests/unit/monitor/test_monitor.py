@@ -152,7 +152,7 @@ def test_a_smaller_block_is_advised_only_where_the_model_allows_one_that_short_t
     again, _ = monitor.snapshot()["requests"]
     assert again["spans"][-1] == [8, length, "partial_block"]
     advice = (
-        "they do not fill a block; a smaller block_size_tokens (a multiple of 4) shares more of short tails"
+        "they do not fill a block; a smaller block_size_tokens (a multiple of 4) caches more of them"
         if advised
         else "they do not fill the smallest block that the model allows (4 tokens); no setting helps"
     )
