@@ -11,8 +11,8 @@ DISASTERS = {
         "vLLM #56525",
     ),
     2: (
-        "New requests got freed state blocks that were not zeroed, because the code that zeroes blocks "
-        "skipped layers whose cache is a tuple of tensors",
+        "New requests got freed state blocks with their old contents: the code that zeroes blocks skipped "
+        "layers whose cache is a tuple of tensors",
         "vLLM #56524, #35219",
     ),
     3: (
@@ -26,7 +26,7 @@ DISASTERS = {
     ),
     5: (
         "With decode context parallelism, the blocks of the prefix tree became longer than the distance "
-        "between states. States were stored under keys that cover up to 384 tokens less than the states",
+        "between states. States were stored under keys of prefixes up to 384 tokens shorter than their own",
         "SGLang #34760",
     ),
     6: (
@@ -82,8 +82,8 @@ DISASTERS = {
         "SGLang #12693",
     ),
     17: (
-        "When a state was to be cached, transfers had locked all cached states. The allocator found no slot, "
-        "its assertion failed, and the server ended",
+        "Transfers had locked all cached states. The allocator found no slot for a new state, its assertion "
+        "failed, and the server ended",
         "SGLang #36770, #40128, #33773",
     ),
     18: (
