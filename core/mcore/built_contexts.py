@@ -11,7 +11,14 @@ from .slot_allocator import HostSlotAllocator
 from .versions import DYNAMIC_CONTEXT, DYNAMIC_ENGINE
 
 _logger = logging.getLogger(__package__)
-SETTINGS = "pass enable_prefix_caching=True and a prefix_caching_mamba_gb to its InferenceConfig"
+SETTINGS = (
+    "pass enable_prefix_caching=True, a prefix_caching_mamba_gb and PrefixCachingEvictionPolicy.LRU to its "
+    "InferenceConfig"
+)
+SHORT_LIVED = (
+    "prefix_caching_eviction_policy is REF_ZERO, megatron-core's default, so a state is kept only while a "
+    "request uses its block; pass PrefixCachingEvictionPolicy.LRU"
+)
 _SERVING = ("add_request", "initialize_attention_state")
 
 
@@ -28,11 +35,16 @@ def stats(context: Any) -> HostStats:
 
 
 class BuiltContext:
-    """One context, which may be gone; `idle_reason` says why it caches no state, "" where it does."""
+    """One context, which may be gone; `idle_reason` says why it caches no state, "" where it does.
+
+    `is_short_lived`: whether no state outlives the requests that use its block.
+    """
 
     def __init__(self, context: Any, number: int) -> None:
         self.number = number
         self.idle_reason = idle_reason(context)
+        policy = context.prefix_caching_eviction_policy.name
+        self.is_short_lived = not self.idle_reason and policy == "REF_ZERO"
         self._context = weakref.ref(context)
         self._record = record_of(context)
 
@@ -77,6 +89,8 @@ def initialize_all_tensors(original: Callable[..., None], self: Any, *args: Any,
         built_contexts.append(built)
         if built.idle_reason:
             _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
+        elif built.is_short_lived:
+            _logger.warning("context %d: %s", built.number, SHORT_LIVED)
 
 
 @override(DYNAMIC_ENGINE, "_add_request", any_source=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .built_contexts import SETTINGS, BuiltContext, built_contexts
+from .built_contexts import SETTINGS, SHORT_LIVED, BuiltContext, built_contexts
 from .installation import Installation, install
 from .overrides import MissingHostError, OtherSettingsError, UnknownHostError
 
@@ -135,6 +135,7 @@ def _described(context: BuiltContext) -> list[str]:
         f"{stats.num_computed_tokens:,}",
         f"  computed by reason: {', '.join(reasons) or 'none'}",
         f"  states: {states}",
+        *([f"  {SHORT_LIVED}"] if context.is_short_lived else []),
     ]
 
 

@@ -45,7 +45,7 @@ def test_a_context_that_caches_no_state_is_warned_once_with_the_settings_to_chan
     (record,) = [record for record in caplog.records if record.name == "mambaslots.mcore"]
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(f"context 1 caches no states: {reason}")
-    assert "pass enable_prefix_caching=True and a prefix_caching_mamba_gb" in record.getMessage()
+    assert "pass enable_prefix_caching=True, a prefix_caching_mamba_gb" in record.getMessage()
     assert lines[1].startswith(f"  context 1 cached no states: {reason}")
     assert context.mamba_slot_allocator is None
 
@@ -60,6 +60,21 @@ def test_a_context_that_caches_states_is_not_warned_of(caplog: pytest.LogCapture
         make_context()
         assert [built.idle_reason for built in built_contexts] == [""]
     assert not [record for record in caplog.records if record.name == "mambaslots.mcore"]
+
+
+def test_under_the_hosts_default_policy_it_is_said_that_states_are_short_lived(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt = tokens(3 * BLOCK + 1, seed=1)
+    with mambaslots.mcore.installed():
+        host = RecurrentHost(make_context(policy="ref_zero"))
+        for _ in range(2):
+            host.serve(prompt)
+        lines = described(built_contexts)
+    (record,) = [record for record in caplog.records if record.name == "mambaslots.mcore"]
+    assert record.getMessage().startswith("context 1: prefix_caching_eviction_policy is REF_ZERO")
+    assert "resumed 0" in lines[1]
+    assert lines[-1].endswith("pass PrefixCachingEvictionPolicy.LRU")
 
 
 # ---- counts
