@@ -385,8 +385,14 @@ class Destination(Session[bytes]):
                     raise PeerLostError("its connection is closed")
 
     def close(self, reason: str = "") -> None:
-        """End all connections, and the listener."""
+        """End all connections, and the listener, once peers have read the reason or `GRACE_S` is over."""
+        refused_peers = list(self.peers) if reason else []
         super().close(reason)
         listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
+        if listener is None:
+            return
+        # Without that wait, bytes that are unread here would reset the connection, and the reason be lost.
+        end = time.monotonic() + GRACE_S
+        while any(map(listener.is_connected, refused_peers)) and time.monotonic() < end:
+            listener.receive(0.01)
+        listener.close()

@@ -137,6 +137,29 @@ def test_a_refusal_is_read_though_the_connection_is_closed_by_then(
         assert "weights_version is 'weights 1'; accepted: 'weights 2'" in failure
 
 
+def test_a_destination_that_refuses_closes_once_the_source_has_read_why(
+    host: Any, source: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are unread where a connection is closed reset it, and what the peer has not read is lost."""
+    has_read, closed_after = threading.Event(), list[bool]()
+    take, close = hand_over_messages.Peer.take, Listener.close
+
+    def take_late(peer: hand_over_messages.Peer, message: Any, payload: Any) -> None:
+        if isinstance(message, hand_over_messages.Refusal):
+            time.sleep(0.1)
+            has_read.set()
+        take(peer, message, payload)
+
+    def close_and_note(listener: Listener) -> None:
+        closed_after.append(has_read.is_set())
+        close(listener)
+
+    monkeypatch.setattr(hand_over_messages.Peer, "take", take_late)
+    monkeypatch.setattr(Listener, "close", close_and_note)
+    missed(host, source, engine_of(weights_version="weights 2"))
+    assert closed_after == [True]
+
+
 @pytest.mark.parametrize("protocol", [1, 2, None, "3", True])
 def test_another_protocol_is_refused_by_name(
     host: Any, source: ms.DynamicInferenceEngine, protocol: object
