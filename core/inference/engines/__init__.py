@@ -13,11 +13,8 @@ scheduler, drafter                  which requests advance; guesses at their nex
 step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
 logits_changes                      penalties, biases
 cuda_graphs                         a model's steps as CUDA graphs
-dummy_steps                         steps without users
 streams, async_engine, engine_thread
                                     an answer as its reader sees it; an engine in a thread of its own
-batch_invariance                    the promise of bits: the mode, and what decides it at an engine's start
-product_check, forward_check        its check: of a model's matrix products, and of the whole model
-invariance_stamp                    the file that says that a model has passed the check
+invariance/                         batch invariance: the bits of an answer depend on its request alone
 engine_observer                     what a step did, for those who watch
 """

@@ -68,9 +68,9 @@ class DynamicInferenceEngine:
         spec.groups.check_device(spec.device)
         why_not = config.why_not_invariant(spec.device)
         if why_not is None:
-            from . import batch_invariance  # here, because it imports triton by way of torch
+            from .invariance import mode  # here, because it imports triton by way of torch
 
-            config, invariance, why_not = batch_invariance.decide(model, spec, config)
+            config, invariance, why_not = mode.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
         off = f"batch invariance: off, because {why_not}; answers may depend on the batch"

@@ -30,7 +30,7 @@ from .scheduler import Scheduler
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:
-    from .batch_invariance import BatchInvariance
+    from .invariance.mode import BatchInvariance
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,12 @@ from ..kernels.sampling import log_probs_of, sample, top_log_probs
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens
+from .invariance.switches import check_switches
 from .logits_changes import LogitsChanges, Row
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from .batch_invariance import BatchInvariance
+    from .invariance.mode import BatchInvariance
 
 ColumnName = str | tuple[str, int]
 """Of the numbers of drawn rows; with a request's id, of the rows of its scored prompt."""
@@ -77,7 +78,7 @@ class StepRunner:
     def _launch(self, model: Model, batch: Batch, tokens: Tensor | None) -> "SampledStep":
         """Launch a step. `tokens`: on the device, of its decodes that are ahead."""
         if self.invariance is not None:
-            self.invariance.check_switches()
+            check_switches()
         inputs = self._context.begin_step(batch, self.padded, tokens)  # reserve, build
         sampled = SampledStep(self._context.batch, self.run_model(model, inputs), self.logits_changes)
         accepted: dict[int, int] = {}

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from ..contexts.padding import SMALLEST_RUNG, padded_to_ladder
-from ..contexts.step_inputs import StepShape
+from ...contexts.padding import SMALLEST_RUNG, padded_to_ladder
+from ...contexts.step_inputs import StepShape
 from .dummy_steps import DummySteps
-from .product_check import bits
+from .products import bits
 
 TAIL = 19
 """Tokens after the last whole chunk."""

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...config import InferenceConfig
-from ...state_spec import HybridStateSpec
-from ..contexts.dynamic_request import DynamicInferenceRequest
-from ..contexts.padding import rungs
-from ..contexts.step_inputs import Model, StepShape
-from ..kernels.operands import FEW_ROWS
+from ....config import InferenceConfig
+from ....state_spec import HybridStateSpec
+from ...contexts.dynamic_request import DynamicInferenceRequest
+from ...contexts.padding import rungs
+from ...contexts.step_inputs import Model, StepShape
+from ...kernels.operands import FEW_ROWS
 from .dummy_steps import DummySteps
 
 BASE_ROWS = 256
@@ -234,7 +234,7 @@ def product_difference(
 
 def why_not_in_few_rows(product: Product) -> str | None:
     """Why `FewRowsProducts` shall not make 8 rows: cuBLAS would, or other bits than among 256; or None."""
-    from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
+    from ...kernels.few_rows import FewRowsProducts  # here, because it imports triton
 
     mode = FewRowsProducts()
 

@@ -1,4 +1,4 @@
-"""Steps of requests without users: to check a model, and to measure it."""
+"""Steps of requests without users, which check a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,15 +6,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...config import InferenceConfig
-from ...params_and_results import SamplingParams
-from ...state_spec import HybridStateSpec
-from ...validation import ceil_div
-from ..contexts.cache.hashing import PrefixHashChain
-from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.dynamic_request import DynamicInferenceRequest
-from ..contexts.padding import MAX_PADDING, rung
-from ..contexts.step_inputs import StepInputs, StepShape
+from ....config import InferenceConfig
+from ....params_and_results import SamplingParams
+from ....state_spec import HybridStateSpec
+from ....validation import ceil_div
+from ...contexts.cache.hashing import PrefixHashChain
+from ...contexts.dynamic_context import DynamicInferenceContext
+from ...contexts.dynamic_request import DynamicInferenceRequest
+from ...contexts.padding import MAX_PADDING, rung
+from ...contexts.step_inputs import StepInputs, StepShape
 
 MAX_REQUESTS = 2
 """Requests that run at once."""
