@@ -14,7 +14,7 @@ from ...devices import tensor_on
 from ...params_and_results import GeneratedToken, SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
-from ..contexts.padding import padded_to_ladder
+from ..contexts.padding import invariant_padding
 from ..contexts.step_inputs import Model, StepInputs, StepShape
 from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.sampling import log_probs_of, sample, top_log_probs
@@ -88,9 +88,9 @@ class StepRunner:
         return sampled
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to: that of a graph, or a rung where bits must not change."""
+        """The shape to pad a step to: a graph bucket, else with batch invariance invariant buckets."""
         captured = self.graphs.padded(shape) if self.graphs is not None else None
-        return captured or (padded_to_ladder(shape) if self._context.config.batch_invariant else shape)
+        return captured or (invariant_padding(shape) if self._context.config.batch_invariant else shape)
 
     def run_model(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits of a step. Does not synchronise."""

@@ -13,7 +13,7 @@ from ....validation import ceil_div
 from ...contexts.cache.hashing import PrefixHashChain
 from ...contexts.dynamic_context import DynamicInferenceContext
 from ...contexts.dynamic_request import DynamicInferenceRequest
-from ...contexts.padding import MAX_PADDING, rung
+from ...contexts.padding import MAX_PADDING, invariant_bucket
 from ...contexts.step_inputs import StepInputs, StepShape
 
 MAX_REQUESTS = 2
@@ -34,7 +34,7 @@ class DummySteps:
         self._block_size = config.block_size_tokens
         small = replace(
             config, max_requests=MAX_REQUESTS,
-            max_tokens_per_step=max(rung(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
+            max_tokens_per_step=max(invariant_bucket(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
             max_sequence_length=longest, num_kv_blocks=MAX_REQUESTS * ceil_div(longest, self._block_size),
             num_mamba_slots=None, total_gb=None, host_cache_gb=0.0, disk_cache=None,
             enable_prefix_caching=False, free_memory="keep",

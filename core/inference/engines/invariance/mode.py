@@ -10,7 +10,7 @@ from ....config import InferenceConfig
 from ....devices import on_device_of
 from ....state_spec import HybridStateSpec
 from ...contexts.dynamic_context import check_replays
-from ...contexts.padding import SMALLEST_RUNG, padded_to_few, padded_to_ladder, power_of_two, rung, rungs
+from ...contexts.padding import MIN_CUBLAS_ROWS, invariant_bucket, invariant_buckets, power_of_two
 from ...contexts.pool_sizes import PoolSizes, with_total_gb
 from ...contexts.step_inputs import Model
 from ...kernels import attention
@@ -36,7 +36,7 @@ class BatchInvariance:
         self.why_not_few_rows: str | None = "nothing is checked"
         self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
-        self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
+        self._most_tokens = invariant_bucket(config.max_requests * width + config.max_tokens_per_step)
         release = hold_switches(self)
         try:
             if spec.device.type == "cuda":
@@ -54,18 +54,18 @@ class BatchInvariance:
     @property
     def min_decode_tokens(self) -> int:
         """What captured decode steps are padded to, at least."""
-        return FEW_ROWS if self.why_not_few_rows is None else SMALLEST_RUNG
+        return FEW_ROWS if self.why_not_few_rows is None else MIN_CUBLAS_ROWS
 
     def describe(self) -> tuple[str, ...]:
         """What was chosen and checked, and what is not promised; a line each."""
         spec = self._spec
         if spec.device.type != "cuda":
             return ("batch invariance: not checked, in Triton's interpreter on a CPU",)
-        size = spec.groups.tensor_size
+        num_buckets, size = len(invariant_buckets(self._most_tokens)), spec.groups.tensor_size
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
         return (
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
-            f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
+            f"{num_buckets} numbers of rows, and prefills in parts, prefills beside "
             "others and decodes the same logits"
             + (", as an earlier start found" if self.was_checked_before else ""),
             f"decodes are padded to {self.min_decode_tokens} rows, at least"
@@ -98,7 +98,7 @@ class BatchInvariance:
             self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
         self.why_not_few_rows = self._first_of_ranks(self.why_not_few_rows)
         if self.why_not_few_rows is None:
-            case = self._forward_difference(with_few_rows(model), config, padded_to_few)
+            case = self._forward_difference(with_few_rows(model), config, FEW_ROWS)
             if case is not None:
                 self.why_not_few_rows = f"the model's logits have other bits {case}"
         check_switches()
@@ -123,7 +123,7 @@ class BatchInvariance:
 
     def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
-        case = self._forward_difference(model, config, padded_to_ladder)
+        case = self._forward_difference(model, config, MIN_CUBLAS_ROWS)
         if case is not None:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
@@ -132,11 +132,11 @@ class BatchInvariance:
             )
 
     def _forward_difference(
-        self, model: Forward, config: InferenceConfig, padded: forwards.Padding
+        self, model: Forward, config: InferenceConfig, min_decode_tokens: int
     ) -> str | None:
         chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
         steps = DummySteps(model, self._spec, config, forwards.checked_length(chunk), most)
-        return forwards.forward_difference(steps, chunk, most, padded)
+        return forwards.forward_difference(steps, chunk, most, min_decode_tokens)
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:

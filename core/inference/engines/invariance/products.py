@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ....config import InferenceConfig
 from ....state_spec import HybridStateSpec
 from ...contexts.dynamic_request import DynamicInferenceRequest
-from ...contexts.padding import rungs
+from ...contexts.padding import invariant_buckets
 from ...contexts.step_inputs import Model, StepShape
 from ...kernels.operands import FEW_ROWS
 from .dummy_steps import DummySteps
@@ -228,7 +228,7 @@ def product_difference(
     product: Product, most_rows: int, run: Callable[[Sequence[Any]], Any] | None = None
 ) -> str | None:
     """Where a row of a product has other bits than the same row among 256; None where nowhere."""
-    check = _Check(product, rungs(most_rows), run or product.run)
+    check = _Check(product, invariant_buckets(most_rows), run or product.run)
     return first_case((text, check.differs(ids)) for text, ids in check.cases())
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.contexts.padding import padded_to_few
 from mambaslots.inference.engines.cuda_graphs import with_few_rows
 from mambaslots.inference.engines.invariance.dummy_steps import DummySteps
 from mambaslots.inference.engines.invariance.forwards import checked_length, forward_difference
@@ -64,7 +63,7 @@ class TestForwardCheck:
         model = Reading(model_of("M-*"), depends)
         config = replace(CONFIG, max_sequence_length=512, num_speculative_tokens=3)
         steps = DummySteps(model, model.state_spec(), config, checked_length(16), 256)
-        assert forward_difference(steps, 16, 256, padded_to_few) == case
+        assert forward_difference(steps, 16, 256, min_decode_tokens=8) == case
 
     def test_products_of_few_rows_are_those_of_small_steps_alone(self, monkeypatch):
         sizes = list[int]()
@@ -77,7 +76,7 @@ class TestForwardCheck:
         monkeypatch.setattr(few_rows, "product", product)
         model, longest = model_of("M-*"), checked_length(16)
         steps = DummySteps(with_few_rows(model), model.state_spec(), CONFIG, longest, 256)
-        differs = forward_difference(steps, 16, 256, padded_to_few)
+        differs = forward_difference(steps, 16, 256, min_decode_tokens=8)
         assert differs == "in a decode at position 30, alone"
         assert set(sizes) == {8}
 

@@ -13,7 +13,7 @@ import mambaslots as ms
 import pytest
 import torch
 from mambaslots import parallel_groups
-from mambaslots.inference.contexts.padding import padded_to_ladder
+from mambaslots.inference.contexts.padding import MIN_CUBLAS_ROWS
 from mambaslots.inference.engines.invariance import mode, products
 from mambaslots.inference.engines.invariance.mode import BatchInvariance, check_settings, decide
 from mambaslots.inference.engines.invariance.products import BatchVarianceError, Product
@@ -167,8 +167,8 @@ class TestDefault:
     def test_how_few_rows_a_decode_may_have(self, monkeypatch, product, logits, graphs, reason):
         """That an earlier start found it, too."""
 
-        def forward_difference(invariance: BatchInvariance, model: Any, config: Any, padded: Any) -> str | None:
-            return None if padded is padded_to_ladder else logits
+        def forward_difference(invariance: BatchInvariance, model: Any, config: Any, rows: int) -> str | None:
+            return None if rows == MIN_CUBLAS_ROWS else logits
 
         monkeypatch.setattr(products, "record_products", lambda *_: ["aten.mm of something"])
         monkeypatch.setattr(products, "product_difference", lambda *_: None)

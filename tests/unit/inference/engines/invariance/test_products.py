@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.contexts.padding import rungs
+from mambaslots.inference.contexts.padding import invariant_buckets
 from mambaslots.inference.engines.invariance.products import (
     BatchVarianceError,
     Product,
@@ -198,7 +198,7 @@ class TestProductCheck:
 
         assert product_difference(product, 256, run) == "at another place among 32 rows"
 
-    def test_every_rung_is_computed(self):
+    def test_every_bucket_is_computed(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8))
         seen = []
 
@@ -207,7 +207,7 @@ class TestProductCheck:
             return exact(product)(arguments)
 
         product_difference(product, 1000, run)
-        assert set(seen) == set(rungs(1000)) == {32, 64, 128, 256, 512, 768, 1024}
+        assert set(seen) == set(invariant_buckets(1000)) == {32, 64, 128, 256, 512, 768, 1024}
 
     def test_operands_lie_in_memory_as_the_model_s_do(self):
         product = self.product(torch.randn(1, 16), torch.randn(16, 8), step=lambda x, w: wide_rows(x) @ w)
