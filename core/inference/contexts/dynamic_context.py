@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,10 +20,20 @@ from .padding import largest_shape
 from .pool_sizes import GIGABYTE, PoolSizes, with_total_gb
 from .request_states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import Padding, StepBuffer, StepBuilder
-from .step_inputs import StepInputs, StepObserver
+from .step_inputs import StepInputs
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
+
+
+class StepObserver(Protocol):
+    """Is called with each step of a context. An error that an observer raises fails the step."""
+
+    def step_begun(self, batch: Batch, inputs: StepInputs) -> None:
+        """All slots are reserved and `inputs` are built for `batch`, in row order; no forward is launched."""
+
+    def step_ended(self, batch: Batch) -> None:
+        """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""
 
 
 class DynamicInferenceContext:
