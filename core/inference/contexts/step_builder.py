@@ -122,13 +122,14 @@ class StepBuilder:
         if self._replays:
             values |= self._replay_values(batch, layout, input_table)
         shape = padding(layout.shape(values))
-        values["query_start_loc"] = layout.pad_to(shape)
+        padded = _PaddedLayout(layout, shape)
+        values["query_start_loc"] = padded.query_start_loc
         for name in ("kv_write_tokens", "logit_tokens"):
-            values[name] = layout.token_places[values[name]]
+            values[name] = padded.tokens[values[name]]
         arrays = self._buffer.arrays(shape)
         for field in INDEX_FIELDS:
             if field.key in values:
-                layout.fill(arrays[field.key], values[field.key], field)
+                padded.fill(arrays[field.key], values[field.key], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
         if sampled_tokens is not None:
             tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
@@ -231,7 +232,7 @@ class StepBuilder:
 
 
 class _Layout:
-    """Where each request's tokens lie in the packed step, decode rows first, and in the padded step."""
+    """Where each request's tokens lie in the packed step, decode rows first."""
 
     def __init__(self, batch: Batch) -> None:
         self.starts = [scheduled.start for scheduled in batch]
@@ -240,8 +241,8 @@ class _Layout:
         self.query_start_loc = np.zeros(len(batch) + 1, np.int64)  # with a trailing total
         self.lengths.cumsum(out=self.query_start_loc[1:])
         self.token_rows = np.arange(len(batch)).repeat(self.lengths)
-        self.token_places = np.arange(len(self.token_rows))  # in the padded step, after `pad_to`
-        self.positions = self.token_places + (self.starts - self.query_start_loc[:-1])[self.token_rows]
+        self.positions = np.arange(len(self.token_rows))
+        self.positions += (self.starts - self.query_start_loc[:-1])[self.token_rows]
         self.num_decodes = sum(scheduled.decoding for scheduled in batch)
         self.num_decode_tokens = int(self.query_start_loc[self.num_decodes])
         self.num_prefills = len(batch) - self.num_decodes
@@ -265,17 +266,22 @@ class _Layout:
             input_block_columns=input_blocks.shape[1],
         )
 
-    def pad_to(self, shape: StepShape) -> Array:
-        """Lay the step out in `shape`; returns the place of each row's first token, for padding rows too."""
-        self._shape = shape
-        decode_tokens, width, places = self.num_decode_tokens, shape.decode_tokens, self.token_places
-        moved = shape.decodes * width - decode_tokens
-        places[decode_tokens:] += moved
-        if width > 1:
-            rows = self.token_rows[:decode_tokens]
-            places[:decode_tokens] += rows * width - self.query_start_loc[rows]
-        decodes = np.arange(0, shape.decodes * width, width)
-        return np.concatenate([decodes, self.query_start_loc[self.num_decodes :] + moved])
+
+class _PaddedLayout:
+    """Where the rows and tokens of a layout lie in a step of `shape`, which is at least as large."""
+
+    def __init__(self, layout: _Layout, shape: StepShape) -> None:
+        decodes, num_decode_tokens = layout.num_decodes, shape.decodes * shape.decode_tokens
+        self.query_start_loc = np.append(
+            np.arange(0, num_decode_tokens, shape.decode_tokens),
+            layout.query_start_loc[decodes:] + (num_decode_tokens - layout.num_decode_tokens),
+        )
+        prefills = np.arange(layout.num_prefills)
+        rows = np.append(np.arange(decodes), shape.decodes + prefills)
+        self.tokens = np.arange(len(layout.token_rows))
+        self.tokens += (self.query_start_loc[rows] - layout.query_start_loc[:-1])[layout.token_rows]
+        writes = np.append(self.tokens[: layout.num_decode_tokens], num_decode_tokens + prefills)
+        self._places = {"tokens": self.tokens, "rows": rows, "state_writes": writes}
 
     def fill(self, array: Array, values: Sequence[int] | Array, field: IndexField) -> None:
         """Write a field's values into its array, and padding into the rest."""
@@ -284,16 +290,7 @@ class _Layout:
             return
         padding: Any = values[-1] if field.padding is None else field.padding
         array.fill(padding)
+        in_order = slice(len(values))
+        places = in_order if field.padding is None else self._places.get(field.size, in_order)
         columns = (slice(size) for size in np.shape(values)[1:])
-        array[(self._places(field, len(values)), *columns)] = values
-
-    def _places(self, field: IndexField, count: int) -> Array | slice:
-        if field.padding is None or field.size not in ("tokens", "rows", "state_writes"):
-            return slice(count)
-        if field.size == "tokens":
-            return self.token_places
-        prefills, shape = np.arange(self.num_prefills), self._shape
-        if field.size == "rows":
-            return np.append(np.arange(self.num_decodes), prefills + shape.decodes)
-        decode_tokens = self.token_places[: self.num_decode_tokens]
-        return np.append(decode_tokens, prefills + shape.decodes * shape.decode_tokens)
+        array[(places, *columns)] = values
