@@ -114,7 +114,7 @@ class StepBuilder:
 
     def build(
         self, batch: Batch, block_table: Array, input_table: Array, padding: Padding,
-        sampled_tokens: Tensor | None = None,
+        unread_tokens: Tensor | None = None,
     ) -> StepInputs:  # fmt: skip
         """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(batch)
@@ -131,8 +131,8 @@ class StepBuilder:
             if field.key in values:
                 padded.fill(arrays[field.key], values[field.key], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
-        if sampled_tokens is not None:
-            tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
+        if unread_tokens is not None:
+            tensors["token_ids"][: len(unread_tokens)].copy_(unread_tokens)
         return self._inputs(shape, num_logits, tensors)
 
     def _token_values(self, batch: Batch, layout: "_Layout", block_table: Array) -> dict[str, Any]:

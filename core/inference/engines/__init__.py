@@ -10,7 +10,7 @@ dynamic_engine, arguments           the engine's calls; new requests from their 
 engine_core                         the calls that change an engine; undo of one that failed
 engine_description                  what serves the model, as an operator reads it
 scheduler, drafter                  which requests advance; guesses at their next tokens
-step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
+step_runner                         the model's call in a step; tokens are drawn, and read later
 logits_changes                      penalties, biases
 cuda_graphs                         a model's steps as CUDA graphs
 streams, async_engine, engine_thread

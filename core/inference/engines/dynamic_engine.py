@@ -494,7 +494,7 @@ class DynamicInferenceEngine:
         )  # fmt: skip
 
     def describe(self) -> str:
-        """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
+        """What serves the model, a line each: device, kernels and why no better ones, graphs, scheduling."""
         return "\n".join(
             (*description_of(self.context, self.core.step_runner.graphs), *self._invariance_lines)
         )

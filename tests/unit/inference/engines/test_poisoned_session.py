@@ -132,7 +132,7 @@ TRITON_MODES: dict[str, dict[str, Any]] = {
     "replay of float16": {"decode_by_replay": True},
     "drafts": {"num_speculative_tokens": 3, "make_drafter": lambda: ms.NgramDrafter(1, 1)},
     "encoded": {"durable_state_dtype": "int8"},
-    "ahead": {"async_scheduling": True},
+    "async": {"async_scheduling": True},
 }
 
 
