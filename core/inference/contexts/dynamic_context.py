@@ -16,10 +16,10 @@ from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
-from .padding import largest_shape
+from .padding import Padding, largest_shape
 from .pool_sizes import GIGABYTE, PoolSizes, with_total_gb
 from .request_states import EncodedStates, ReplayedStates, RequestStates
-from .step_builder import Padding, StepBuffer, StepBuilder
+from .step_builder import StepBuffer, StepBuilder
 from .step_inputs import StepInputs
 from .tier_copies import tier_of
 

@@ -4,9 +4,13 @@ An *invariant bucket* is a number of rows: in all of them, a product gives a row
 bucket* is a shape that a graph is captured for (`GraphBuckets`).
 """
 
+from collections.abc import Callable
+
 from ...validation import ceil_div
 from .step_inputs import StepShape
 
+Padding = Callable[[StepShape], StepShape]
+"""Maps a step's shape to the shape to pad to, which is at least as large in every size."""
 MIN_CUBLAS_ROWS = 32
 """With fewer rows cuBLAS pads by itself, or picks kernels that are up to eight times as slow."""
 _BLOCK = 256  # invariant buckets above it are its multiples

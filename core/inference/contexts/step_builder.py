@@ -1,6 +1,6 @@
 """Builds the tensors that a model reads in a step, in the one buffer in which they cross to the device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from ...validation import ceil_div
 from ..kernels.chunk_grid import chunk_grid
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch
+from .padding import Padding
 from .request_states import RequestStates
 from .step_inputs import INDEX_FIELDS, Checkpoints, IndexField, PrefillChunks, Replay, StepInputs, StepShape
 
@@ -87,10 +88,6 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
         view = int32_buffer[2 * start : 2 * start + count] if field.int32 else buffer[start : start + count]
         yield field.key, view.view(shape.rows, getattr(shape, field.columns)) if field.columns else view
         start += _words(count, field.int32)
-
-
-Padding = Callable[[StepShape], StepShape]
-"""Maps a step's shape to the shape to pad to, which is at least as large in every size."""
 
 
 class StepBuilder:
@@ -272,10 +269,9 @@ class _PaddedLayout:
 
     def __init__(self, layout: _Layout, shape: StepShape) -> None:
         decodes, num_decode_tokens = layout.num_decodes, shape.decodes * shape.decode_tokens
-        self.query_start_loc = np.append(
-            np.arange(0, num_decode_tokens, shape.decode_tokens),
-            layout.query_start_loc[decodes:] + (num_decode_tokens - layout.num_decode_tokens),
-        )
+        decode_starts = np.arange(0, num_decode_tokens, shape.decode_tokens)
+        moved = num_decode_tokens - layout.num_decode_tokens
+        self.query_start_loc = np.append(decode_starts, layout.query_start_loc[decodes:] + moved)
         prefills = np.arange(layout.num_prefills)
         rows = np.append(np.arange(decodes), shape.decodes + prefills)
         self.tokens = np.arange(len(layout.token_rows))

@@ -68,8 +68,12 @@ class GraphBuckets:
             prefills = _next_power(shape.prefills, 4, self.max_requests)
             decodes = _next_power(shape.decodes, 4, self.max_requests) if shape.decodes else 0
             tokens = self._prefill_tokens(shape.prefill_tokens, decodes * per_row)
+        elif self.min_decode_tokens:
+            decode_tokens = invariant_bucket(shape.decodes * per_row, self.min_decode_tokens)
+            most = invariant_bucket(self.max_requests * per_row)
+            decodes = _next_power(decode_tokens, 2, most) // per_row
         else:
-            decodes = self._decodes(shape.decodes, per_row)
+            decodes = _next_power(shape.decodes, 2, self.max_requests)
         logits = decodes * per_row + prefills
         if self.min_decode_tokens and prefills:
             logits = invariant_bucket(logits)
@@ -82,13 +86,6 @@ class GraphBuckets:
         )  # fmt: skip
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
-
-    def _decodes(self, needed: int, per_row: int) -> int:
-        """Decode rows of a step without prefills."""
-        if not self.min_decode_tokens:
-            return _next_power(needed, 2, self.max_requests)
-        tokens = invariant_bucket(needed * per_row, self.min_decode_tokens)
-        return _next_power(tokens, 2, invariant_bucket(self.max_requests * per_row)) // per_row
 
     def _prefill_tokens(self, needed: int, decoded: int) -> int:
         """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
@@ -262,10 +259,6 @@ def _next_power(count: int, base: int, maximum: int) -> int:
 
 
 def _padded_size(needed: int, smallest: int) -> int:
-    """The first of `smallest` * 2^k and `smallest` * 3 * 2^k that is at least `needed`."""
-    size = smallest
-    while size < needed:
-        if size * 3 // 2 >= needed:
-            return size * 3 // 2
-        size *= 2
-    return size
+    """The first of `smallest` * (1, 1.5, 2, 3, 4, 6, ..) that is at least `needed`; `smallest` is 2^k."""
+    size = max(smallest, power_of_two(needed))
+    return size * 3 // 4 if size > smallest and size * 3 // 4 >= needed else size

@@ -495,9 +495,8 @@ class DynamicInferenceEngine:
 
     def describe(self) -> str:
         """What serves the model, a line each: device, kernels and why no better ones, graphs, scheduling."""
-        return "\n".join(
-            (*description_of(self.context, self.core.step_runner.graphs), *self._invariance_lines)
-        )
+        lines = description_of(self.context, self.core.step_runner.graphs)
+        return "\n".join((*lines, *self._invariance_lines))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""

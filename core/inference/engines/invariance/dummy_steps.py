@@ -13,8 +13,8 @@ from ....validation import ceil_div
 from ...contexts.cache.hashing import PrefixHashChain
 from ...contexts.dynamic_context import DynamicInferenceContext
 from ...contexts.dynamic_request import DynamicInferenceRequest
-from ...contexts.padding import MAX_PADDING, invariant_bucket
-from ...contexts.step_inputs import StepInputs, StepShape
+from ...contexts.padding import MAX_PADDING, Padding, invariant_bucket
+from ...contexts.step_inputs import StepInputs
 
 MAX_REQUESTS = 2
 """Requests that run at once."""
@@ -60,10 +60,7 @@ class DummySteps:
 
     @torch.inference_mode()
     def run(
-        self,
-        work: Sequence[tuple[DynamicInferenceRequest, int]],
-        padding: Callable[[StepShape], StepShape],
-        drafts: Sequence[int] = (),
+        self, work: Sequence[tuple[DynamicInferenceRequest, int]], padded: Padding, drafts: Sequence[int] = ()
     ) -> list[Tensor]:
         """One step."""
         batch = [self._context.admission.schedule_request(request, budget) for request, budget in work]
@@ -71,7 +68,7 @@ class DummySteps:
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:
             ready[0] = self._context.admission.draft(ready[0], drafts)
-        inputs = self._context.begin_step(ready, padding)
+        inputs = self._context.begin_step(ready, padded)
         logits = self._model(inputs)  # no step follows one that fails
         first = ready[0]
         if first.drafts:  # all are right

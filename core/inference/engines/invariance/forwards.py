@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...contexts.padding import MIN_CUBLAS_ROWS, invariant_padding
+from ...contexts.padding import MIN_CUBLAS_ROWS, Padding, invariant_padding
 from ...contexts.step_inputs import StepShape
 from .dummy_steps import DummySteps
 from .products import bits
@@ -25,16 +25,14 @@ def forward_difference(
     steps: DummySteps, chunk_tokens: int, most_tokens: int, min_decode_tokens: int = MIN_CUBLAS_ROWS
 ) -> str | None:
     """Where logits have other bits than in one prefill of the whole sequence; None where nowhere."""
-    cases = _cases(steps, chunk_tokens, most_tokens, min_decode_tokens)
+    padded = partial(invariant_padding, min_decode_tokens=min_decode_tokens)
+    cases = _cases(steps, chunk_tokens, most_tokens, padded)
     return next((text for text, differs in cases if bool(differs)), None)
 
 
-def _cases(
-    steps: DummySteps, chunk: int, most_tokens: int, min_decode_tokens: int
-) -> Iterator[tuple[str, Tensor]]:
+def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> Iterator[tuple[str, Tensor]]:
     """Parts of one sequence in steps of all kinds, and whether their logits differ."""
     tokens = steps.tokens(checked_length(chunk))
-    padded = partial(invariant_padding, min_decode_tokens=min_decode_tokens)
 
     def as_large_as_can_be(shape: StepShape) -> StepShape:
         return invariant_padding(shape._replace(prefill_tokens=max(shape.prefill_tokens, most_tokens)))

@@ -81,7 +81,7 @@ class BatchInvariance:
         self.was_checked_before = all(self._spec.groups.gather(found is not None, self._spec.device))
         if found is not None and self.was_checked_before:
             own_reason, self.products = found
-            self.why_not_few_rows = self._first_of_ranks(own_reason)
+            self.why_not_few_rows = first_reason(self._spec.groups.gather(own_reason, self._spec.device))
             return
         self._check(model, config)
         if stamp is not None:
@@ -96,16 +96,14 @@ class BatchInvariance:
             except BatchVarianceError as error:
                 refusal = str(error)
             self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
-        self.why_not_few_rows = self._first_of_ranks(self.why_not_few_rows)
+        self.why_not_few_rows = first_reason(
+            self._spec.groups.gather(self.why_not_few_rows, self._spec.device)
+        )
         if self.why_not_few_rows is None:
             case = self._forward_difference(with_few_rows(model), config, FEW_ROWS)
             if case is not None:
                 self.why_not_few_rows = f"the model's logits have other bits {case}"
         check_switches()
-
-    def _first_of_ranks(self, own_reason: str | None) -> str | None:
-        """The reason of the first rank that has one. Synchronises."""
-        return first_reason(self._spec.groups.gather(own_reason, self._spec.device))
 
     def _check_parts(self, model: Model, config: InferenceConfig) -> None:
         found = products.record_products(model, self._spec, config)

@@ -40,7 +40,6 @@ _CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """The dimensions that a product adds over, as (tensor, dimension)."""
 _BY_CUBLAS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Below 32 rows it pads by itself, or picks kernels that are up to eight times as slow."""
 _ATTENTION = "flash_attn_3.fwd"
 _UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
 _UNKNOWN_PARTS = (
