@@ -59,7 +59,7 @@ def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch:
     )  # fmt: skip
     invariance = BatchInvariance(model, model.state_spec(), config)
     monkeypatch.setattr(products, "product_difference", lambda *_: None)
-    invariance._check(model, config)
+    invariance._check(model)
     assert invariance.products
     monkeypatch.setattr(forwards, "forward_difference", lambda *_: None)
     for reasons, expected in (
@@ -69,10 +69,10 @@ def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch:
     ):
         here = reasons[world.rank]
         monkeypatch.setattr(products, "why_not_in_few_rows", lambda _, here=here: here)
-        invariance._check(model, config)
+        invariance._check(model)
         assert invariance.min_decode_tokens == (32 if expected else 8)
         assert invariance.why_not_few_rows == expected
     refused = "among 512 rows" if world.rank == 1 else None
     monkeypatch.setattr(products, "product_difference", lambda *_: refused)
     with pytest.raises(ValueError, match="among 512 rows"):
-        invariance._check(model, config)
+        invariance._check(model)

@@ -32,9 +32,8 @@ def invariant_bucket(rows: int, smallest: int = MIN_CUBLAS_ROWS) -> int:
 
 def invariant_buckets(rows: int) -> list[int]:
     """All invariant buckets from 32 up to that of `rows`, in order; none for 0."""
-    last = invariant_bucket(rows)
-    halves = [size for size in (32, 64, 128) if size < min(last, _BLOCK)]
-    return [*halves, *range(_BLOCK, last, _BLOCK), last] if last else []
+    sizes = range(MIN_CUBLAS_ROWS, invariant_bucket(rows) + 1, MIN_CUBLAS_ROWS)
+    return sorted(set(map(invariant_bucket, sizes)))
 
 
 def power_of_two(count: int) -> int:

@@ -102,10 +102,8 @@ class StepBuilder:
         memory: DeviceMemory,
     ) -> None:
         self._buffer = buffer
-        self._block_size = config.block_size_tokens
+        self._config = config
         self._chunk_size = chunk_size
-        self._replays = config.replays
-        self._batch_invariant = bool(config.batch_invariant)
         self._request_states = request_states
         self._memory = memory
 
@@ -116,7 +114,7 @@ class StepBuilder:
         """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(batch)
         values = self._token_values(batch, layout, block_table) | self._state_values(batch, layout)
-        if self._replays:
+        if self._config.replays:
             values |= self._replay_values(batch, layout, input_table)
         shape = padding(layout.shape(values))
         padded = _PaddedLayout(layout, shape)
@@ -133,7 +131,7 @@ class StepBuilder:
         return self._inputs(shape, num_logits, tensors)
 
     def _token_values(self, batch: Batch, layout: "_Layout", block_table: Array) -> dict[str, Any]:
-        size = self._block_size
+        size = self._config.block_size_tokens
         num_blocks = ceil_div(max(layout.stops), size)
         rows = [scheduled.allocation.row for scheduled in batch]
         table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
@@ -223,8 +221,8 @@ class StepBuilder:
             num_logits=num_logits,
             kv_cache=self._memory.kv_cache,
             state_pool=self._memory.state_pool,
-            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._replays else None,
-            batch_invariant=self._batch_invariant,
+            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._config.replays else None,
+            batch_invariant=bool(self._config.batch_invariant),
         )
 
 

@@ -30,7 +30,7 @@ class BatchInvariance:
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
         """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
-        self._spec = spec
+        self._spec, self._config = spec, config
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
         # Where it is None, a captured decode step may have 8 rows.
         self.why_not_few_rows: str | None = "nothing is checked"
@@ -45,7 +45,7 @@ class BatchInvariance:
 
                     fix_orders_of_addition()
                 with on_device_of(spec.device):
-                    self._check_once(model, config)
+                    self._check_once(model)
                     torch.cuda.empty_cache()
         except BaseException:
             release()
@@ -65,48 +65,46 @@ class BatchInvariance:
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
         return (
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
-            f"{num_buckets} numbers of rows, and prefills in parts, prefills beside "
-            "others and decodes the same logits"
-            + (", as an earlier start found" if self.was_checked_before else ""),
+            f"{num_buckets} numbers of rows, and prefills in parts, prefills beside others and decodes the "
+            "same logits" + (", as an earlier start found" if self.was_checked_before else ""),
             f"decodes are padded to {self.min_decode_tokens} rows, at least"
             + ("" if self.why_not_few_rows is None else f", because {self.why_not_few_rows}"),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
 
-    def _check_once(self, model: Model, config: InferenceConfig) -> None:
+    def _check_once(self, model: Model) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
-        stamp = stamp_of(model, self._spec, config)
+        stamp = stamp_of(model, self._spec, self._config)
         found = read_stamp(stamp)
         self.was_checked_before = all(self._spec.groups.gather(found is not None, self._spec.device))
         if found is not None and self.was_checked_before:
             own_reason, self.products = found
             self.why_not_few_rows = first_reason(self._spec.groups.gather(own_reason, self._spec.device))
             return
-        self._check(model, config)
+        self._check(model)
         if stamp is not None:
             write_stamp(stamp, self.why_not_few_rows, self.products)
 
-    def _check(self, model: Model, config: InferenceConfig) -> None:
+    def _check(self, model: Model) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
+        groups, device = self._spec.groups, self._spec.device
         for check in (self._check_parts, self._check_forwards):
             refusal = ""
             try:
-                check(model, config)
+                check(model)
             except BatchVarianceError as error:
                 refusal = str(error)
-            self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
-        self.why_not_few_rows = first_reason(
-            self._spec.groups.gather(self.why_not_few_rows, self._spec.device)
-        )
+            groups.raise_first(refusal, device, BatchVarianceError)
+        self.why_not_few_rows = first_reason(groups.gather(self.why_not_few_rows, device))
         if self.why_not_few_rows is None:
-            case = self._forward_difference(with_few_rows(model), config, FEW_ROWS)
+            case = self._forward_difference(with_few_rows(model), FEW_ROWS)
             if case is not None:
                 self.why_not_few_rows = f"the model's logits have other bits {case}"
         check_switches()
 
-    def _check_parts(self, model: Model, config: InferenceConfig) -> None:
-        found = products.record_products(model, self._spec, config)
+    def _check_parts(self, model: Model) -> None:
+        found = products.record_products(model, self._spec, self._config)
         self.products = tuple(map(str, found))
         cases = [(product, products.product_difference(product, self._most_tokens)) for product in found]
         refused = [f"{product} {case}" for product, case in cases if case is not None]
@@ -116,12 +114,12 @@ class BatchInvariance:
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
         self.why_not_few_rows = "num_cuda_graphs is None"
-        if config.num_cuda_graphs is not None:
+        if self._config.num_cuda_graphs is not None:
             self.why_not_few_rows = first_reason(map(products.why_not_in_few_rows, found))
 
-    def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
+    def _check_forwards(self, model: Model) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
-        case = self._forward_difference(model, config, MIN_CUBLAS_ROWS)
+        case = self._forward_difference(model, MIN_CUBLAS_ROWS)
         if case is not None:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
@@ -129,11 +127,9 @@ class BatchInvariance:
                 "row from its own sequence, in one order"
             )
 
-    def _forward_difference(
-        self, model: Forward, config: InferenceConfig, min_decode_tokens: int
-    ) -> str | None:
-        chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
-        steps = DummySteps(model, self._spec, config, forwards.checked_length(chunk), most)
+    def _forward_difference(self, model: Forward, min_decode_tokens: int) -> str | None:
+        chunk, most = self._spec.chunk_tokens(self._config.block_size_tokens), self._most_tokens
+        steps = DummySteps(model, self._spec, self._config, forwards.checked_length(chunk), most)
         return forwards.forward_difference(steps, chunk, most, min_decode_tokens)
 
 

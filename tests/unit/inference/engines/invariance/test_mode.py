@@ -167,7 +167,7 @@ class TestDefault:
     def test_how_few_rows_a_decode_may_have(self, monkeypatch, product, logits, graphs, reason):
         """That an earlier start found it, too."""
 
-        def forward_difference(invariance: BatchInvariance, model: Any, config: Any, rows: int) -> str | None:
+        def forward_difference(invariance: BatchInvariance, model: Any, rows: int) -> str | None:
             return None if rows == MIN_CUBLAS_ROWS else logits
 
         monkeypatch.setattr(products, "record_products", lambda *_: ["aten.mm of something"])
@@ -220,7 +220,7 @@ def test_a_product_that_differs_is_refused_by_name(monkeypatch):
         r"aten.mm of \[rows, 32\] bfloat16 x \[32, 100\] bfloat16 among 512 rows; accepted"
     )
     with pytest.raises(BatchVarianceError, match=message):
-        invariance._check(model, CONFIG)
+        invariance._check(model)
 
 
 def wide_config() -> ms.InferenceConfig:
@@ -279,7 +279,7 @@ class TestOnAGPU:
             with pytest.raises(
                 BatchVarianceError, match=r"aten.mm of \[rows, 21504\] bfloat16 x \[21504, 4096\]"
             ) as refused:
-                invariance._check(model, wide_config())
+                invariance._check(model)
             print(f"\nrefused: {refused.value}")
             with pytest.raises(RuntimeError, match="accepted: 'cublaslt'") as named:
                 check_switches()
