@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mambaslots.inference.contexts.padding import invariant_buckets
 from mambaslots.inference.kernels import attention, delta, ssd
 from mambaslots.inference.kernels.gpu_kernels import GpuKernelSet
 from mambaslots.inference.kernels.step_rows import AttentionRows, ScanRows
@@ -25,8 +26,8 @@ from support.command_line import add_device, check_device, make_parser
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-LADDER = (32, 64, 128, 256, *range(512, 4096, 256))
-OFF_LADDER = (1, 3, 8, 33, 100, 777, 1000)
+BUCKETS = tuple(invariant_buckets(3840))
+OTHER_ROWS = (1, 3, 8, 33, 100, 777, 1000)
 PRODUCTS = (  # outputs, inputs
     (18560, 4096), (4096, 8192), (21504, 4096), (4096, 21504), (6144, 4096), (4096, 4096),
     (12352, 2560), (10240, 2560), (2560, 4096), (19456, 2560), (2560, 9728),
@@ -73,18 +74,21 @@ def without_split_k() -> Iterator[None]:
 
 
 def products(device: torch.device) -> list[Fact]:
-    """Linear layers and heads at every rung of the ladder, beside their 4,096 rows."""
-    facts = [Fact("products on the ladder, as torch chooses")]
-    _products(device, facts[0], LADDER)
+    """Linear layers and heads of every invariant bucket, beside their 4,096 rows."""
+    facts = [Fact("products in invariant buckets, as torch chooses")]
+    _products(device, facts[0], BUCKETS)
     with without_split_k():
-        facts += [Fact("products on the ladder, without split-K"), Fact("products of other rows, likewise")]
-        _products(device, facts[1], LADDER)
-        _products(device, facts[2], OFF_LADDER)
-        facts.append(Fact("logits in float32 on the ladder, without split-K"))
+        facts += [
+            Fact("products in invariant buckets, without split-K"),
+            Fact("products of other rows, likewise"),
+        ]
+        _products(device, facts[1], BUCKETS)
+        _products(device, facts[2], OTHER_ROWS)
+        facts.append(Fact("logits in float32 in invariant buckets, without split-K"))
         for dtype in DTYPES:
             for outputs, inputs in HEADS:
                 _rows_of(
-                    facts[3], GpuKernelSet.head_product, outputs, inputs, dtype, device, LADDER[:6], 1024
+                    facts[3], GpuKernelSet.head_product, outputs, inputs, dtype, device, BUCKETS[:6], 1024
                 )
     return facts
 

@@ -14,7 +14,7 @@ import sys
 from itertools import cycle
 
 import torch
-from mambaslots.inference.engines.batch_invariance import SWITCHES, read_switch, write_switches
+from mambaslots.inference.engines.invariance.switches import SWITCHES, read_switch, write_switches
 from support.command_line import make_parser, parse_on_gpu
 from support.graph_timing import graph_us
 

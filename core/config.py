@@ -199,8 +199,8 @@ class InferenceConfig:
         """The setting that makes decodes replay, for messages."""
         return "batch_invariant" if self.batch_invariant else "decode_by_replay"
 
-    def why_steps_wait(self, device: "torch.device") -> str | None:
-        """Why an engine on `device` does not launch decode steps ahead; None where it does."""
+    def why_not_async(self, device: "torch.device") -> str | None:
+        """Why an engine on `device` has no async scheduling; None where it has."""
         if self.num_speculative_tokens:
             return "num_speculative_tokens"
         if self.async_scheduling is None:

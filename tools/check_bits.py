@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from mambaslots.inference.engines.product_check import bits, first_case
+from mambaslots.inference.engines.invariance.products import bits, first_case
 from mambaslots.inference.kernels.attention import paged_attention
 from mambaslots.inference.kernels.step_rows import AttentionRows
 from torch import Tensor

@@ -171,8 +171,8 @@ class _Trial:
         engine.context.observers.append(self)
         if rule is Rule.PADDING_DIFFERS:
             begin = engine.context.begin_step
-            engine.context.begin_step = lambda batch, padding=None, sampled_tokens=None: begin(  # type: ignore[method-assign]
-                batch, _larger_shape, sampled_tokens
+            engine.context.begin_step = lambda batch, padding=None, unread_tokens=None: begin(  # type: ignore[method-assign]
+                batch, _larger_shape, unread_tokens
             )
         shares = rule is Rule.CACHE_DIFFERS
         plan = None if shares else CheckpointPlan.every_block(self.block)

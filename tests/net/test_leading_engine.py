@@ -169,10 +169,10 @@ calls = st.lists(
 )  # fmt: skip
 
 
-@given(calls=calls, ahead=st.booleans())
+@given(calls=calls, is_async=st.booleans())
 @settings(dear(), phases=[Phase.explicit, Phase.generate])
-def _make_any_calls(calls: list[tuple[Any, Any]], ahead: bool) -> None:
-    with pressed_engine(async_scheduling=ahead) as engine:
+def _make_any_calls(calls: list[tuple[Any, Any]], is_async: bool) -> None:
+    with pressed_engine(async_scheduling=is_async) as engine:
         compare_steps(engine)
         caller = Caller(engine)
         for name, argument in calls:
@@ -330,7 +330,7 @@ def test_interrupts_of_rank_0_at_any_moment_break_nothing(monkeypatch: pytest.Mo
 def test_a_step_that_fails_on_some_ranks_breaks_the_engine_until_reset(
     ranks: list[int], place: int | str
 ) -> None:
-    """No rank waits in a collective of this step, or of one ahead, for a rank that does not come."""
+    """No rank waits in a collective of this step, or of an unread one, for a rank that does not come."""
     engine = small_engine(async_scheduling=True)
     if engine.context.spec.groups.size == 4:
         ranks = [rank for one in ranks for rank in (one, one + 2)]

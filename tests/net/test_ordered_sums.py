@@ -3,8 +3,8 @@
 import mambaslots as ms
 import pytest
 import torch
-from mambaslots.inference.engines import forward_check, product_check
-from mambaslots.inference.engines.batch_invariance import BatchInvariance
+from mambaslots.inference.engines.invariance import forwards, products
+from mambaslots.inference.engines.invariance.mode import BatchInvariance
 from oracle.distributed_world import SPLITS, World, splits
 from oracle.serving import random_tokens, serve_checked, small_config, small_engine, small_model_over
 
@@ -58,21 +58,21 @@ def test_what_one_rank_refuses_all_refuse(world: World, split: str, monkeypatch:
         num_mamba_slots=8, num_cuda_graphs=16,
     )  # fmt: skip
     invariance = BatchInvariance(model, model.state_spec(), config)
-    monkeypatch.setattr(product_check, "product_difference", lambda *_: None)
-    invariance._check(model, config)
+    monkeypatch.setattr(products, "product_difference", lambda *_: None)
+    invariance._check(model)
     assert invariance.products
-    monkeypatch.setattr(forward_check, "forward_difference", lambda *_: None)
+    monkeypatch.setattr(forwards, "forward_difference", lambda *_: None)
     for reasons, expected in (
         ((None, None), None),
         ((None, "rank 1 has none"), "rank 1 has none"),
         (("a rank has none", "both have none"), "a rank has none"),
     ):
         here = reasons[world.rank]
-        monkeypatch.setattr(product_check, "why_not_in_few_rows", lambda _, here=here: here)
-        invariance._check(model, config)
+        monkeypatch.setattr(products, "why_not_in_few_rows", lambda _, here=here: here)
+        invariance._check(model)
         assert invariance.min_decode_tokens == (32 if expected else 8)
         assert invariance.why_not_few_rows == expected
     refused = "among 512 rows" if world.rank == 1 else None
-    monkeypatch.setattr(product_check, "product_difference", lambda *_: refused)
+    monkeypatch.setattr(products, "product_difference", lambda *_: refused)
     with pytest.raises(ValueError, match="among 512 rows"):
-        invariance._check(model, config)
+        invariance._check(model)

@@ -121,10 +121,10 @@ class Traffic:
             self.texts.append((self.texts[0][:20] + result.tokens)[:70])
 
 
-@pytest.mark.sampled(mode=("in place", "ahead"), pools=2)
+@pytest.mark.sampled(mode=("in place", "async"), pools=2)
 @pytest.mark.usefixtures("kind")
 @every_split
-@pytest.mark.parametrize("mode", ["plain", "mixed", "in place", "ahead"])
+@pytest.mark.parametrize("mode", ["plain", "mixed", "in place", "async"])
 @pytest.mark.parametrize(
     "pools",
     [

@@ -10,8 +10,8 @@ scratch: `torch.empty` and its kin give NaN, the largest integer or True: output
     graph fills its scratch anew at each replay.
 step buffers: a step's fields are written over large numbers, which are no index of anything.
 staging of hand-overs: the buffers for pieces hold NaN when a hand-over begins.
-padding: every step is padded by odd amounts, where the engine does not pad it by itself to a captured shape
-    or a rung, and what the model embeds for padding tokens is NaN.
+padding: every step is padded by odd amounts, where the engine does not pad it by itself to a graph bucket or
+    to invariant buckets, and what the model embeds for padding tokens is NaN.
 
 torch's own `fill_uninitialized_memory` comes with deterministic algorithms, others than those that serve.
 """

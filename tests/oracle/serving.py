@@ -115,9 +115,9 @@ def small_engine(**overrides: object) -> ms.DynamicInferenceEngine:
     return poison(engine) if is_poisoned else engine
 
 
-def launches_ahead(engine: ms.DynamicInferenceEngine) -> bool:
+def is_async(engine: ms.DynamicInferenceEngine) -> bool:
     """Whether a step is planned before the tokens of the one before are read."""
-    return engine.config.why_steps_wait(engine.context.spec.device) is None
+    return engine.config.why_not_async(engine.context.spec.device) is None
 
 
 def expected_answer(prompt: tuple[int, ...], length: int) -> tuple[list[int], list[float]]:

@@ -110,7 +110,7 @@ import pytest
 @pytest.mark.in_turn("mode")
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["Mamba-2", "mix of all"])
-@pytest.mark.parametrize("mode", ["plain", "drafts", "ahead"])
+@pytest.mark.parametrize("mode", ["plain", "drafts", "async"])
 @pytest.mark.parametrize("color", ["red", "green"])
 @pytest.mark.parametrize("size", range(20))
 def test_sizes(size, color, mode, kind):
@@ -119,7 +119,7 @@ def test_sizes(size, color, mode, kind):
 @pytest.mark.in_turn("mode")
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["Mamba-2", "mix of all"])
-@pytest.mark.parametrize("mode", ["plain", "drafts", "ahead"])
+@pytest.mark.parametrize("mode", ["plain", "drafts", "async"])
 def test_nothing_else(mode, kind):
     pass
 
@@ -140,7 +140,7 @@ def test_what_runs_in_turn_has_each_value_in_some_case_and_each_case_once(pytest
     assert [int(size) for size, *_ in names] == list(range(20))
     colors, modes = ({name[place] for name in names} for place in (1, 2))
     assert colors == {"red", "green"}
-    assert modes == {"plain", "drafts", "ahead"}
+    assert modes == {"plain", "drafts", "async"}
     assert sum("::test_nothing_else[" in line for line in run.outlines) == 1
     assert sum("::test_all_modes[" in line for line in run.outlines) == 2
 

@@ -232,7 +232,7 @@ class EngineRound(Fuzzer):
         if self.world.encoded is not None:
             events[f"{self.world.encoded} rounds"] += 1
         events["replay rounds"] += config.replays
-        events["async rounds"] += config.why_steps_wait(self.engine.context.spec.device) is None
+        events["async rounds"] += config.why_not_async(self.engine.context.spec.device) is None
         events["one-memory rounds"] += config.total_gb is not None
         events["draft rounds"] += config.num_speculative_tokens > 0
 

@@ -217,7 +217,8 @@ class Admission:
                 self.input_table.grow(allocation, start % self._chunk_size + 1)
         return ScheduledRequest(
             path, request.tokens, start, start + 1, request=request, allocation=allocation, decoding=True,
-            boundaries=self._boundaries(allocation, start, start + 1), is_ahead=start == len(request.tokens),
+            boundaries=self._boundaries(allocation, start, start + 1),
+            decodes_unread=start == len(request.tokens),
         )  # fmt: skip
 
     def _missing(self, allocation: Allocation) -> tuple[bool, int]:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,14 +16,24 @@ from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
-from .padding import largest_shape
+from .padding import Padding, largest_shape
 from .pool_sizes import GIGABYTE, PoolSizes, with_total_gb
 from .request_states import EncodedStates, ReplayedStates, RequestStates
-from .step_builder import Padding, StepBuffer, StepBuilder
-from .step_inputs import StepInputs, StepObserver
+from .step_builder import StepBuffer, StepBuilder
+from .step_inputs import StepInputs
 from .tier_copies import tier_of
 
 logger = logging.getLogger(__name__)
+
+
+class StepObserver(Protocol):
+    """Is called with each step of a context. An error that an observer raises fails the step."""
+
+    def step_begun(self, batch: Batch, inputs: StepInputs) -> None:
+        """All slots are reserved and `inputs` are built for `batch`, in row order; no forward is launched."""
+
+    def step_ended(self, batch: Batch) -> None:
+        """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""
 
 
 class DynamicInferenceContext:
@@ -33,7 +44,7 @@ class DynamicInferenceContext:
 
     Attributes:
         batch: the scheduled requests of the step under way, in row order; empty between steps.
-        uncommitted: requests of launched steps that complete blocks or states which are not findable yet.
+        uncommitted: requests of unread steps that complete blocks or states, which are not findable yet.
         observers: are called with each step.
     """
 
@@ -137,19 +148,19 @@ class DynamicInferenceContext:
     # ---- one step
 
     def begin_step(
-        self, batch: Batch, padding: Padding | None = None, sampled_tokens: Tensor | None = None
+        self, batch: Batch, padding: Padding | None = None, unread_tokens: Tensor | None = None
     ) -> StepInputs:
         """Reserve slots for the planned states, and build the model's inputs, decode rows first.
 
         The inputs are valid until the next step. `padding` maps their shape to one at least as large.
-        `sampled_tokens`: of decodes that are ahead, which come first: the tokens, [decodes] on the device.
+        `unread_tokens`: those of the rows that decode such tokens, which come first: [rows] on the device.
         """
         if self.config.free_memory == "zero":
             self.memory.scrubber.scrub()
         self._reserve(batch)
         inputs = self._builder.build(
             self.batch, self.admission.block_table, self.admission.input_table.array,
-            padding or (lambda shape: shape), sampled_tokens,
+            padding or (lambda shape: shape), unread_tokens,
         )  # fmt: skip
         for observer in self.observers:
             observer.step_begun(self.batch, inputs)
@@ -217,18 +228,18 @@ class DynamicInferenceContext:
             observer.step_ended(ended)
 
     def commit_batch(self, batch: Batch, invalid: Collection[int]) -> None:
-        """Make findable what the requests of a launched step completed, except those in `invalid`."""
+        """Make findable what requests of a step completed that is read now, except those in `invalid`."""
         if not self.uncommitted:
             return
-        launched = set(map(id, batch))
-        ready = [scheduled for scheduled in self.uncommitted if id(scheduled) in launched]
-        self.uncommitted = [scheduled for scheduled in self.uncommitted if id(scheduled) not in launched]
+        read = set(map(id, batch))
+        ready = [scheduled for scheduled in self.uncommitted if id(scheduled) in read]
+        self.uncommitted = [scheduled for scheduled in self.uncommitted if id(scheduled) not in read]
         for scheduled in ready:
             if scheduled.request.request_id in invalid:
                 self.prefix_cache.reservations.release(scheduled.destinations.values())
                 continue
             self._commit(scheduled)
-            if scheduled.is_ahead:
+            if scheduled.decodes_unread:
                 self.prefix_cache.reservations.remember_refused(scheduled)
 
     def _commit(self, scheduled: ScheduledRequest) -> dict[int, int]:

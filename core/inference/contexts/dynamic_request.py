@@ -298,7 +298,7 @@ class ScheduledRequest(PathStep):
     allocation: Allocation = field(kw_only=True)
     num_resumed: int = 0  # before `start`
     spans: tuple[Span, ...] = ()
-    is_ahead: bool = False  # a decode of the token that the step before samples; `tokens` has a 0 for it
+    decodes_unread: bool = False  # a decode of a token that only the device knows; `tokens` has a 0 for it
     admits: bool = False  # the first one since the request waited
 
     @property
@@ -325,7 +325,7 @@ class ScheduledRequest(PathStep):
     @property
     def tokens(self) -> list[int]:
         """The tokens to compute, drafts included."""
-        if self.is_ahead:
+        if self.decodes_unread:
             return [0]
         known = self.request.tokens[self.start : self.stop]
         return [*known, *self.drafts] if self.drafts else known

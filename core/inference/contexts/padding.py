@@ -1,28 +1,39 @@
-"""The sizes that steps are padded to, and the upper bounds of all sizes."""
+"""The sizes that steps are padded to, and the upper bounds of all sizes.
+
+An *invariant bucket* is a number of rows: in all of them, a product gives a row the same bits. A *graph
+bucket* is a shape that a graph is captured for (`GraphBuckets`).
+"""
+
+from collections.abc import Callable
 
 from ...validation import ceil_div
-from ..kernels.operands import FEW_ROWS
 from .step_inputs import StepShape
 
-SMALLEST_RUNG = 32
+Padding = Callable[[StepShape], StepShape]
+"""Maps a step's shape to the shape to pad to, which is at least as large in every size."""
+MIN_CUBLAS_ROWS = 32
 """With fewer rows cuBLAS pads by itself, or picks kernels that are up to eight times as slow."""
-_BLOCK = 256  # rungs above it are its multiples
+_BLOCK = 256  # invariant buckets above it are its multiples
 MAX_PADDING = _BLOCK - 1
-"""No number of rows is further from its rung."""
+"""No number of rows is further from its invariant bucket."""
 
 
-def rung(rows: int) -> int:
-    """The smallest rung that is at least `rows`: 32, 64, 128, 256, then multiples of 256. 0 stays 0."""
+def invariant_bucket(rows: int, smallest: int = MIN_CUBLAS_ROWS) -> int:
+    """The first of `smallest`, 32, 64, 128, 256 and multiples of 256 that is at least `rows`. 0 stays 0.
+
+    `smallest` is 8 where products of few rows keep bits. Then 5, 9 and 300 rows have 8, 32 and 512.
+    """
     if rows > _BLOCK:
         return ceil_div(rows, _BLOCK) * _BLOCK
-    return max(SMALLEST_RUNG, power_of_two(rows)) if rows else 0
+    if rows > smallest:
+        return max(MIN_CUBLAS_ROWS, power_of_two(rows))
+    return smallest if rows else 0
 
 
-def rungs(rows: int) -> list[int]:
-    """All rungs up to `rung(rows)`, in order; none for 0."""
-    last = rung(rows)
-    halves = [size for size in (32, 64, 128) if size < min(last, _BLOCK)]
-    return [*halves, *range(_BLOCK, last, _BLOCK), last] if last else []
+def invariant_buckets(rows: int) -> list[int]:
+    """All invariant buckets from 32 up to that of `rows`, in order; none for 0."""
+    sizes = range(MIN_CUBLAS_ROWS, invariant_bucket(rows) + 1, MIN_CUBLAS_ROWS)
+    return sorted(set(map(invariant_bucket, sizes)))
 
 
 def power_of_two(count: int) -> int:
@@ -30,31 +41,27 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def padded_to_ladder(shape: StepShape) -> StepShape:
-    """The shape to pad a step to: more prefill tokens, else more decodes; tokens and logits are rungs."""
+def invariant_padding(shape: StepShape, min_decode_tokens: int = MIN_CUBLAS_ROWS) -> StepShape:
+    """The shape to pad a step to: more prefill tokens, else more decodes; tokens and logits are buckets.
+
+    Decodes without prefills have at least `min_decode_tokens`: 8 where products of few rows keep bits.
+    """
+    logits = invariant_bucket(shape.logits)
     if shape.prefills:
-        tokens = rung(shape.tokens) - shape.decodes * shape.decode_tokens
-        return shape._replace(prefill_tokens=tokens, logits=rung(shape.logits))
+        tokens = invariant_bucket(shape.tokens) - shape.decodes * shape.decode_tokens
+        return shape._replace(prefill_tokens=tokens, logits=logits)
     width = power_of_two(shape.decode_tokens)
-    decodes = rung(shape.decodes * width) // width  # a rung of at least `width` is a multiple of it
-    return shape._replace(decodes=decodes, decode_tokens=width, logits=rung(shape.logits))
-
-
-def padded_to_few(shape: StepShape) -> StepShape:
-    """As `padded_to_ladder`, but up to 8 decode tokens to 8."""
-    width = power_of_two(shape.decode_tokens)
-    if shape.prefills or shape.decodes * width > FEW_ROWS:
-        return padded_to_ladder(shape)
-    return shape._replace(decodes=FEW_ROWS // width, decode_tokens=width, logits=FEW_ROWS)
+    tokens = invariant_bucket(shape.decodes * width, min_decode_tokens)  # a multiple of `width`
+    return shape._replace(decodes=tokens // width, decode_tokens=width, logits=min(logits, tokens))
 
 
 def largest_shape(
     max_requests: int, max_tokens_per_step: int, decode_tokens: int, block_columns: int, chunk_size: int,
-    on_ladder: bool = False, input_block_columns: int = 0,
+    batch_invariant: bool = False, input_block_columns: int = 0,
 ) -> StepShape:  # fmt: skip
-    """Upper bounds of all sizes of a context's steps; `on_ladder`: of those of `padded_to_ladder`."""
-    if on_ladder:
-        max_requests, max_tokens_per_step = rung(max_requests), max_tokens_per_step + MAX_PADDING
+    """Upper bounds of all sizes of a context's steps; `batch_invariant`: of padded steps, too."""
+    if batch_invariant:
+        max_requests, max_tokens_per_step = invariant_bucket(max_requests), max_tokens_per_step + MAX_PADDING
         decode_tokens = power_of_two(decode_tokens)
     num_decode_tokens = max_requests * decode_tokens
     num_chunks = ceil_div(max_tokens_per_step, chunk_size)

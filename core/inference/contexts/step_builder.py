@@ -1,6 +1,6 @@
 """Builds the tensors that a model reads in a step, in the one buffer in which they cross to the device."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from ...validation import ceil_div
 from ..kernels.chunk_grid import chunk_grid
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch
+from .padding import Padding
 from .request_states import RequestStates
 from .step_inputs import INDEX_FIELDS, Checkpoints, IndexField, PrefillChunks, Replay, StepInputs, StepShape
 
@@ -89,10 +90,6 @@ def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
         start += _words(count, field.int32)
 
 
-Padding = Callable[[StepShape], StepShape]
-"""Maps a step's shape to the shape to pad to, which is at least as large in every size."""
-
-
 class StepBuilder:
     """Fills the step buffer for one step after another, and sends it to the device."""
 
@@ -105,37 +102,36 @@ class StepBuilder:
         memory: DeviceMemory,
     ) -> None:
         self._buffer = buffer
-        self._block_size = config.block_size_tokens
+        self._config = config
         self._chunk_size = chunk_size
-        self._replays = config.replays
-        self._batch_invariant = bool(config.batch_invariant)
         self._request_states = request_states
         self._memory = memory
 
     def build(
         self, batch: Batch, block_table: Array, input_table: Array, padding: Padding,
-        sampled_tokens: Tensor | None = None,
+        unread_tokens: Tensor | None = None,
     ) -> StepInputs:  # fmt: skip
         """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(batch)
         values = self._token_values(batch, layout, block_table) | self._state_values(batch, layout)
-        if self._replays:
+        if self._config.replays:
             values |= self._replay_values(batch, layout, input_table)
         shape = padding(layout.shape(values))
-        values["query_start_loc"] = layout.pad_to(shape)
+        padded = _PaddedLayout(layout, shape)
+        values["query_start_loc"] = padded.query_start_loc
         for name in ("kv_write_tokens", "logit_tokens"):
-            values[name] = layout.token_places[values[name]]
+            values[name] = padded.tokens[values[name]]
         arrays = self._buffer.arrays(shape)
         for field in INDEX_FIELDS:
             if field.key in values:
-                layout.fill(arrays[field.key], values[field.key], field)
+                padded.fill(arrays[field.key], values[field.key], field)
         tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
-        if sampled_tokens is not None:
-            tensors["token_ids"][: len(sampled_tokens)].copy_(sampled_tokens)
+        if unread_tokens is not None:
+            tensors["token_ids"][: len(unread_tokens)].copy_(unread_tokens)
         return self._inputs(shape, num_logits, tensors)
 
     def _token_values(self, batch: Batch, layout: "_Layout", block_table: Array) -> dict[str, Any]:
-        size = self._block_size
+        size = self._config.block_size_tokens
         num_blocks = ceil_div(max(layout.stops), size)
         rows = [scheduled.allocation.row for scheduled in batch]
         table = block_table[:, :num_blocks][rows].clip(min=0)  # cut first: whole rows are long
@@ -225,13 +221,13 @@ class StepBuilder:
             num_logits=num_logits,
             kv_cache=self._memory.kv_cache,
             state_pool=self._memory.state_pool,
-            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._replays else None,
-            batch_invariant=self._batch_invariant,
+            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._config.replays else None,
+            batch_invariant=bool(self._config.batch_invariant),
         )
 
 
 class _Layout:
-    """Where each request's tokens lie in the packed step, decode rows first, and in the padded step."""
+    """Where each request's tokens lie in the packed step, decode rows first."""
 
     def __init__(self, batch: Batch) -> None:
         self.starts = [scheduled.start for scheduled in batch]
@@ -240,8 +236,8 @@ class _Layout:
         self.query_start_loc = np.zeros(len(batch) + 1, np.int64)  # with a trailing total
         self.lengths.cumsum(out=self.query_start_loc[1:])
         self.token_rows = np.arange(len(batch)).repeat(self.lengths)
-        self.token_places = np.arange(len(self.token_rows))  # in the padded step, after `pad_to`
-        self.positions = self.token_places + (self.starts - self.query_start_loc[:-1])[self.token_rows]
+        self.positions = np.arange(len(self.token_rows))
+        self.positions += (self.starts - self.query_start_loc[:-1])[self.token_rows]
         self.num_decodes = sum(scheduled.decoding for scheduled in batch)
         self.num_decode_tokens = int(self.query_start_loc[self.num_decodes])
         self.num_prefills = len(batch) - self.num_decodes
@@ -265,17 +261,21 @@ class _Layout:
             input_block_columns=input_blocks.shape[1],
         )
 
-    def pad_to(self, shape: StepShape) -> Array:
-        """Lay the step out in `shape`; returns the place of each row's first token, for padding rows too."""
-        self._shape = shape
-        decode_tokens, width, places = self.num_decode_tokens, shape.decode_tokens, self.token_places
-        moved = shape.decodes * width - decode_tokens
-        places[decode_tokens:] += moved
-        if width > 1:
-            rows = self.token_rows[:decode_tokens]
-            places[:decode_tokens] += rows * width - self.query_start_loc[rows]
-        decodes = np.arange(0, shape.decodes * width, width)
-        return np.concatenate([decodes, self.query_start_loc[self.num_decodes :] + moved])
+
+class _PaddedLayout:
+    """Where the rows and tokens of a layout lie in a step of `shape`, which is at least as large."""
+
+    def __init__(self, layout: _Layout, shape: StepShape) -> None:
+        decodes, num_decode_tokens = layout.num_decodes, shape.decodes * shape.decode_tokens
+        decode_starts = np.arange(0, num_decode_tokens, shape.decode_tokens)
+        moved = num_decode_tokens - layout.num_decode_tokens
+        self.query_start_loc = np.append(decode_starts, layout.query_start_loc[decodes:] + moved)
+        prefills = np.arange(layout.num_prefills)
+        rows = np.append(np.arange(decodes), shape.decodes + prefills)
+        self.tokens = np.arange(len(layout.token_rows))
+        self.tokens += (self.query_start_loc[rows] - layout.query_start_loc[:-1])[layout.token_rows]
+        writes = np.append(self.tokens[: layout.num_decode_tokens], num_decode_tokens + prefills)
+        self._places = {"tokens": self.tokens, "rows": rows, "state_writes": writes}
 
     def fill(self, array: Array, values: Sequence[int] | Array, field: IndexField) -> None:
         """Write a field's values into its array, and padding into the rest."""
@@ -284,16 +284,7 @@ class _Layout:
             return
         padding: Any = values[-1] if field.padding is None else field.padding
         array.fill(padding)
+        in_order = slice(len(values))
+        places = in_order if field.padding is None else self._places.get(field.size, in_order)
         columns = (slice(size) for size in np.shape(values)[1:])
-        array[(self._places(field, len(values)), *columns)] = values
-
-    def _places(self, field: IndexField, count: int) -> Array | slice:
-        if field.padding is None or field.size not in ("tokens", "rows", "state_writes"):
-            return slice(count)
-        if field.size == "tokens":
-            return self.token_places
-        prefills, shape = np.arange(self.num_prefills), self._shape
-        if field.size == "rows":
-            return np.append(np.arange(self.num_decodes), prefills + shape.decodes)
-        decode_tokens = self.token_places[: self.num_decode_tokens]
-        return np.append(decode_tokens, prefills + shape.decodes * shape.decode_tokens)
+        array[(places, *columns)] = values

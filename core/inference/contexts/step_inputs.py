@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..kernels.step_rows import AttentionRows, ConvRows, ReplayRows, ScanRows, TailRows
-from .dynamic_request import Batch
 from .request_states import StatePool
 
 
@@ -276,13 +275,3 @@ class Model(Protocol):
             Logits of `inputs.logit_tokens`: [len(inputs.logit_tokens), vocab_size], floating point, on the
             device of `state_spec()`.
         """
-
-
-class StepObserver(Protocol):
-    """Is called with each step of a context. An error that an observer raises fails the step."""
-
-    def step_begun(self, batch: Batch, inputs: StepInputs) -> None:
-        """All slots are reserved and `inputs` are built for `batch`, in row order; no forward is launched."""
-
-    def step_ended(self, batch: Batch) -> None:
-        """Requests are advanced, wrong drafts cut off; states that wait for tokens are committed later."""

@@ -10,14 +10,11 @@ dynamic_engine, arguments           the engine's calls; new requests from their 
 engine_core                         the calls that change an engine; undo of one that failed
 engine_description                  what serves the model, as an operator reads it
 scheduler, drafter                  which requests advance; guesses at their next tokens
-step_runner                         the model's call in a step, which may be launched ahead; tokens drawn
+step_runner                         the model's call in a step; tokens are drawn, and read later
 logits_changes                      penalties, biases
 cuda_graphs                         a model's steps as CUDA graphs
-dummy_steps                         steps without users
 streams, async_engine, engine_thread
                                     an answer as its reader sees it; an engine in a thread of its own
-batch_invariance                    the promise of bits: the mode, and what decides it at an engine's start
-product_check, forward_check        its check: of a model's matrix products, and of the whole model
-invariance_stamp                    the file that says that a model has passed the check
+invariance/                         batch invariance: the bits of an answer depend on its request alone
 engine_observer                     what a step did, for those who watch
 """

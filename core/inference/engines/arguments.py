@@ -207,11 +207,8 @@ def agreed_salt_key(
         key = given_key(setting, os.environ)
     except ValueError as error:
         refusal = str(error)
-    own = refusal, None if key is None else SaltKey(key).key_id
-    of_ranks = groups.gather(own, device)
-    if refusals := [refusal for refusal, _ in of_ranks if refusal]:
-        raise ValueError(refusals[0])
-    key_ids = [key_id for _, key_id in of_ranks]
+    groups.raise_first(refusal, device)
+    key_ids = groups.gather(None if key is None else SaltKey(key).key_id, device)
     if len(set(key_ids)) > 1:
         raise ValueError(
             f"salt_key has the key ids {key_ids} on the model's ranks; accepted: one key on all ranks, or "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...state_spec import HybridStateSpec
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.padding import SMALLEST_RUNG, power_of_two, rung
+from ..contexts.padding import MIN_CUBLAS_ROWS, invariant_bucket, power_of_two
 from ..contexts.step_inputs import Model, StepInputs, StepShape
 
 SMALLEST_PREFILL_TOKENS = 16
@@ -24,11 +24,12 @@ Forward = Callable[[StepInputs], Tensor]
 
 @dataclass(frozen=True)
 class GraphBuckets:
-    """The shapes that graphs are captured for. A size that follows from other sizes has its largest value.
+    """Graph buckets: the shapes that graphs are captured for.
 
     Rows are powers of two in decode steps, powers of four with prefills; prefill tokens are 2^k or 3 * 2^k,
-    up to `max_prefill_tokens`. With batch invariance, all tokens together and the logits are rungs, too, and
-    decode steps have `min_decode_tokens`, 8 or 32, at least; it is 0 without.
+    up to `max_prefill_tokens`. A size that follows from other sizes has its largest value. With batch
+    invariance, all tokens together and the logits are invariant buckets, too, and decode steps have
+    `min_decode_tokens`, 8 or 32, at least; it is 0 without.
     """
 
     max_requests: int
@@ -53,11 +54,11 @@ class GraphBuckets:
 
     @property
     def have_few_rows(self) -> bool:
-        """Whether decode steps may have fewer tokens than the smallest rung, and the bits of rungs."""
-        return 0 < self.min_decode_tokens < SMALLEST_RUNG
+        """Whether decode steps may have fewer rows than cuBLAS needs, and the bits of invariant buckets."""
+        return 0 < self.min_decode_tokens < MIN_CUBLAS_ROWS
 
     def smallest(self, shape: StepShape) -> StepShape | None:
-        """The smallest captured shape that holds a step of `shape`; None where no captured shape does."""
+        """The smallest bucket that holds a step of `shape`; None where none does."""
         if self.min_decode_tokens and shape.prefills and not self.max_prefill_tokens:
             return None
         per_row, prefills, tokens = 1, 0, 0
@@ -67,42 +68,39 @@ class GraphBuckets:
             prefills = _next_power(shape.prefills, 4, self.max_requests)
             decodes = _next_power(shape.decodes, 4, self.max_requests) if shape.decodes else 0
             tokens = self._prefill_tokens(shape.prefill_tokens, decodes * per_row)
+        elif self.min_decode_tokens:
+            decode_tokens = invariant_bucket(shape.decodes * per_row, self.min_decode_tokens)
+            most = invariant_bucket(self.max_requests * per_row)
+            decodes = _next_power(decode_tokens, 2, most) // per_row
         else:
-            decodes = self._decodes(shape.decodes, per_row)
+            decodes = _next_power(shape.decodes, 2, self.max_requests)
         logits = decodes * per_row + prefills
+        if self.min_decode_tokens and prefills:
+            logits = invariant_bucket(logits)
         fitting = StepShape(
             decodes=decodes, prefills=prefills, prefill_tokens=tokens, max_query_tokens=tokens,
             block_columns=_next_power(shape.block_columns, 2, self.block_columns),
             kv_writes=decodes * per_row + tokens, chunks=tokens // self.chunk_size + 2 * prefills,
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
-            logits=rung(logits) if self.min_decode_tokens and prefills else logits, decode_tokens=per_row,
-            input_block_columns=shape.input_block_columns,
+            logits=logits, decode_tokens=per_row, input_block_columns=shape.input_block_columns,
         )  # fmt: skip
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
-
-    def _decodes(self, needed: int, per_row: int) -> int:
-        """Decode rows of a step without prefills."""
-        if not self.min_decode_tokens:
-            return _next_power(needed, 2, self.max_requests)
-        tokens = needed * per_row
-        least = self.min_decode_tokens if tokens <= self.min_decode_tokens else SMALLEST_RUNG
-        return _next_power(max(tokens, least), 2, rung(self.max_requests * per_row)) // per_row
 
     def _prefill_tokens(self, needed: int, decoded: int) -> int:
         """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
         if not self.min_decode_tokens:
             return min(_padded_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
-        # The sizes between 32, 64, 128 and 256 are no rungs: `rung` takes the next one.
-        most = rung(decoded + self.max_prefill_tokens)
-        return min(rung(_padded_size(decoded + needed, SMALLEST_RUNG)), most) - decoded
+        most = invariant_bucket(decoded + self.max_prefill_tokens)
+        size = _padded_size(decoded + needed, MIN_CUBLAS_ROWS)  # perhaps 3 * 2^k, which is no bucket
+        return min(invariant_bucket(size), most) - decoded
 
 
 def with_few_rows(model: Forward) -> Forward:
-    """The model, whose steps of fewer tokens than a rung have products that keep the bits of rungs."""
+    """The model; its steps of fewer than 32 tokens have products with the bits of invariant buckets."""
 
     def forward(inputs: StepInputs) -> Tensor:
-        if inputs.shape.tokens >= SMALLEST_RUNG:
+        if inputs.shape.tokens >= MIN_CUBLAS_ROWS:
             return model(inputs)
         from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
 
@@ -184,8 +182,8 @@ class GraphRunner:
             return fitting
         if not self._buckets.have_few_rows:
             return None
-        on_ladder = replace(self._buckets, min_decode_tokens=SMALLEST_RUNG).smallest(shape)
-        return on_ladder if on_ladder in self._graphs else None
+        usual = replace(self._buckets, min_decode_tokens=MIN_CUBLAS_ROWS).smallest(shape)
+        return usual if usual in self._graphs else None
 
     def _has_room(self, shape: StepShape) -> bool:
         alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
@@ -261,10 +259,6 @@ def _next_power(count: int, base: int, maximum: int) -> int:
 
 
 def _padded_size(needed: int, smallest: int) -> int:
-    """The first of `smallest` * 2^k and `smallest` * 3 * 2^k that is at least `needed`."""
-    size = smallest
-    while size < needed:
-        if size * 3 // 2 >= needed:
-            return size * 3 // 2
-        size *= 2
-    return size
+    """The first of `smallest` * (1, 1.5, 2, 3, 4, 6, ..) that is at least `needed`; `smallest` is 2^k."""
+    size = max(smallest, power_of_two(needed))
+    return size * 3 // 4 if size > smallest and size * 3 // 4 >= needed else size

@@ -68,9 +68,9 @@ class DynamicInferenceEngine:
         spec.groups.check_device(spec.device)
         why_not = config.why_not_invariant(spec.device)
         if why_not is None:
-            from . import batch_invariance  # here, because it imports triton by way of torch
+            from .invariance import mode  # here, because it imports triton by way of torch
 
-            config, invariance, why_not = batch_invariance.decide(model, spec, config)
+            config, invariance, why_not = mode.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
         off = f"batch invariance: off, because {why_not}; answers may depend on the batch"
@@ -494,10 +494,9 @@ class DynamicInferenceEngine:
         )  # fmt: skip
 
     def describe(self) -> str:
-        """What serves the model, a line each: device, kernels and why no better ones, graphs, steps ahead."""
-        return "\n".join(
-            (*description_of(self.context, self.core.step_runner.graphs), *self._invariance_lines)
-        )
+        """What serves the model, a line each: device, kernels and why no better ones, graphs, scheduling."""
+        lines = description_of(self.context, self.core.step_runner.graphs)
+        return "\n".join((*lines, *self._invariance_lines))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, rows and memory disagree; O(pools and requests)."""

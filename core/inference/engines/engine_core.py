@@ -30,7 +30,7 @@ from .scheduler import Scheduler
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:
-    from .batch_invariance import BatchInvariance
+    from .invariance.mode import BatchInvariance
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ class EngineCore:
         reasons: dict[int, FinishReason] = dict.fromkeys(invalid, "invalid_logits")
         for scheduled in batch:
             request, reason = scheduled.request, scheduled.request.finish_reason
-            if reason is not None and request.result is None:  # of a step ahead, requests may have ended
+            if reason is not None and request.result is None:  # of an unread step, requests may have ended
                 reasons.setdefault(request.request_id, reason)
             if self._drafter is not None and scheduled.decoding and request.request_id in tokens:
                 self._count_drafts(scheduled.drafts, [new.token for new in tokens[request.request_id]])

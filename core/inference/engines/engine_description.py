@@ -8,12 +8,12 @@ from .cuda_graphs import GraphRunner
 
 
 def description_of(context: DynamicInferenceContext, graphs: GraphRunner | None) -> tuple[str, ...]:
-    """A line each: device, kernels and why no better ones, graphs, steps ahead, decodes, evicted states."""
+    """A line each: device, kernels and why no better ones, graphs, scheduling, decodes, evicted states."""
     spec, config = context.spec, context.config
     device = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else "no GPU"
     captured = "none; on a GPU, num_cuda_graphs captures them, except in float64"
     steps = "launched before the tokens of the step before are read"
-    if (because := config.why_steps_wait(spec.device)) is not None:
+    if (because := config.why_not_async(spec.device)) is not None:
         steps = f"wait for the tokens of the step before, because of {because}"
     return (
         f"device: {spec.device} ({device}), KV in {str(spec.kv_dtype).removeprefix('torch.')}",

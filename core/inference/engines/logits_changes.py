@@ -144,7 +144,7 @@ class LogitsChanges:
         """The request's counts of its prompt and of all tokens before this step."""
         request, known = scheduled.request, scheduled.answer_length
         counted = self._counted.get(request)
-        # A new request, or one of which a token that was drawn ahead was dropped, is counted from its start.
+        # A new request, or one of which an unread token was dropped, is counted from its start.
         if counted is None or counted.num_tokens > known:
             row = self._free_row(vocabulary) if counted is None else counted.row
             self._counts[row].zero_()
@@ -156,7 +156,7 @@ class LogitsChanges:
         if new:
             _add(self._counts, self._sent([counted.row] * len(new)), self._sent(new))
             counted.num_tokens += len(new)
-        assert counted.num_tokens == known, "a token that was drawn ahead is counted when it is drawn"
+        assert counted.num_tokens == known, "an unread token is counted when it is drawn"
         return counted
 
     def _free_row(self, vocabulary: int) -> int:

@@ -101,8 +101,8 @@ class Scheduler:
                 raise self._capacity_error(next(iter(self.waiting.values())))
             self.preempt(self.running[-1])
 
-    def schedule_ahead(self) -> list[ScheduledRequest]:
-        """The batch to launch before the last tokens are read: decodes that go on, then prefills; or none."""
+    def schedule_after_unread(self) -> list[ScheduledRequest]:
+        """The batch that can follow an unread step: decodes that go on, then prefills; or none."""
         if self._drafter or self._awaits_uncommitted():
             return []
         decodes, prefills = [], []

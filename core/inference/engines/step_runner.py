@@ -1,4 +1,4 @@
-"""Steps: the call of the model, which may be launched ahead, and the draw of tokens, read later."""
+"""Steps: the call of the model, and the draw of tokens, which may be read after the next step's launch."""
 
 import hashlib
 import math
@@ -13,19 +13,20 @@ from torch import Tensor
 from ...devices import tensor_on
 from ...params_and_results import GeneratedToken, SamplingParams
 from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.dynamic_request import Batch, DynamicInferenceRequest
-from ..contexts.padding import padded_to_ladder
+from ..contexts.dynamic_request import Batch
+from ..contexts.padding import invariant_padding
 from ..contexts.step_inputs import Model, StepInputs, StepShape
 from ..kernels.operands import WHOLE, TokenDraw
 from ..kernels.sampling import log_probs_of, sample, top_log_probs
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens
+from .invariance.switches import check_switches
 from .logits_changes import LogitsChanges, Row
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from .batch_invariance import BatchInvariance
+    from .invariance.mode import BatchInvariance
 
 ColumnName = str | tuple[str, int]
 """Of the numbers of drawn rows; with a request's id, of the rows of its scored prompt."""
@@ -35,15 +36,15 @@ class StepRunner:
     """Makes the steps of a scheduler's requests, and may launch one before the last one's tokens are read."""
 
     def __init__(self, context: DynamicInferenceContext, invariance: "BatchInvariance | None") -> None:
-        # Launched ahead. Dropping it loses no token, once its requests are queued again.
+        # Launched, its tokens not read. Dropping it loses no token, once its requests are queued again.
         self.unread_step: SampledStep | None = None
         self.graphs = GraphRunner.of(context, 0 if invariance is None else invariance.min_decode_tokens)
-        self.invariance = invariance
+        self.invariance = invariance  # torch's switches are set as long as it lives
         self.logits_changes = LogitsChanges(context.spec.device)
         self.is_in_model = False  # the model was called and has not returned, also after it failed
         self._context = context
         self._groups = context.spec.groups if context.spec.groups.is_split else None
-        self._looks_ahead = context.config.why_steps_wait(context.spec.device) is None
+        self._is_async = context.config.why_not_async(context.spec.device) is None
 
     def make_step(self, model: Model, scheduler: Scheduler) -> tuple[Batch, NewTokens, Sequence[int]]:
         """Make the next step: its requests, their new tokens, and ids of requests with invalid logits."""
@@ -52,11 +53,10 @@ class StepRunner:
             batch = scheduler.schedule()  # match, plan, hold KV blocks
             if not batch:
                 return (), {}, ()
-            sampled = self._launch(model, batch, None)
-        looks_ahead = self._looks_ahead and not (self.graphs and self.graphs.captures_next)
-        if looks_ahead and (ahead := scheduler.schedule_ahead()):
-            decoding = [scheduled.request for scheduled in ahead if scheduled.is_ahead]
-            self.unread_step = self._launch(model, ahead, sampled.tokens_of(decoding) if decoding else None)
+            sampled = self._launch(model, batch)
+        may_launch = self._is_async and not (self.graphs and self.graphs.captures_next)
+        if may_launch and (batch := scheduler.schedule_after_unread()):
+            self.unread_step = self._launch(model, batch, sampled.unread_tokens(batch))
         tokens = sampled.append_tokens()
         if self._groups is not None:
             self._groups.check_not_aborted()
@@ -66,7 +66,7 @@ class StepRunner:
         return sampled.batch, tokens, sampled.invalid
 
     def clear(self) -> None:
-        """Remove the step ahead and all counts of tokens: its requests are queued again, or have ended."""
+        """Remove the unread step and all counts of tokens: its requests are queued again, or have ended."""
         self.unread_step = None
         self.logits_changes.clear()
 
@@ -74,22 +74,22 @@ class StepRunner:
         if self.graphs is not None:
             self.graphs.clear_graphs()
 
-    def _launch(self, model: Model, batch: Batch, tokens: Tensor | None) -> "SampledStep":
-        """Launch a step. `tokens`: on the device, of its decodes that are ahead."""
+    def _launch(self, model: Model, batch: Batch, unread_tokens: Tensor | None = None) -> "SampledStep":
+        """Launch a step. `unread_tokens`: as `begin_step` takes them."""
         if self.invariance is not None:
-            self.invariance.check_switches()
-        inputs = self._context.begin_step(batch, self.padded, tokens)  # reserve, build
+            check_switches()
+        inputs = self._context.begin_step(batch, self.padded, unread_tokens)  # reserve, build
         sampled = SampledStep(self._context.batch, self.run_model(model, inputs), self.logits_changes)
         accepted: dict[int, int] = {}
-        if self._context.needs_tokens(commits_later=self._looks_ahead):
+        if self._context.needs_tokens(commits_later=self._is_async):
             accepted = {request_id: len(new) for request_id, new in sampled.append_tokens().items()}
-        self._context.end_step(accepted, sampled.invalid, commits_later=self._looks_ahead)  # register, commit
+        self._context.end_step(accepted, sampled.invalid, commits_later=self._is_async)  # register, commit
         return sampled
 
     def padded(self, shape: StepShape) -> StepShape:
-        """The shape to pad a step of `shape` to: that of a graph, or a rung where bits must not change."""
+        """The shape to pad a step to: a graph bucket, else with batch invariance invariant buckets."""
         captured = self.graphs.padded(shape) if self.graphs is not None else None
-        return captured or (padded_to_ladder(shape) if self._context.config.batch_invariant else shape)
+        return captured or (invariant_padding(shape) if self._context.config.batch_invariant else shape)
 
     def run_model(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits of a step. Does not synchronise."""
@@ -158,8 +158,11 @@ class SampledStep:
             columns |= {"top_ids": ids.flatten(), "top_log_probs": log_probs.flatten()}
         return columns
 
-    def tokens_of(self, requests: Sequence[DynamicInferenceRequest]) -> Tensor:
-        """The tokens of requests without drafts, [requests] int64 on the device. Does not synchronise."""
+    def unread_tokens(self, batch: Batch) -> Tensor | None:
+        """The tokens that `batch` decodes, [decodes] int64 on the device, or None. Does not synchronise."""
+        requests = [scheduled.request for scheduled in batch if scheduled.decodes_unread]
+        if not requests:
+            return None
         assert self._drawn is not None, "a step without drafts draws a token for each of these"
         rows = {scheduled.request.request_id: row for row, scheduled in enumerate(self._sampled)}
         wanted = [rows[request.request_id] for request in requests]

@@ -2,7 +2,7 @@
 
 cuBLAS takes 32 rows at least where bits are promised, and pays for those that are padding. Here the weights
 are the left operand of the tensor cores, whose smallest right operand has eight columns: the rows. A program
-adds up all of K in steps of 16, as cuBLASLt does without split-K; `engines.product_check` compares the bits.
+adds up all of K in steps of 16, as cuBLASLt does without split-K; `engines.invariance` compares the bits.
 """
 
 import os

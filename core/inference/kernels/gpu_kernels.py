@@ -13,12 +13,9 @@ from ...state_spec import HybridStateSpec
 from . import attention, conv, conv_replay, delta, delta_replay, gates, norms, ssd, ssd_replay, write_kv
 from .torch_kernels import KernelSet
 
-_FUNCTIONS = {name for name, function in vars(KernelSet).items() if isinstance(function, staticmethod)}
-_FUNCTIONS -= {"check_states", "compute_dtype", "describe", "head_product"}
-
 
 class GpuKernelSet(KernelSet):
-    """`KernelSet` on a GPU; each function is that of its name in one of the modules of Triton kernels."""
+    """`KernelSet` on a GPU; keeps `compute_dtype`."""
 
     @staticmethod
     def check_states(spec: HybridStateSpec) -> None:
@@ -46,8 +43,28 @@ class GpuKernelSet(KernelSet):
         logits = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         return logits.view(*hidden.shape[:-1], len(weight))
 
-
-for module in (norms, gates, conv, conv_replay, ssd, ssd_replay, delta, delta_replay, write_kv, attention):
-    for name in _FUNCTIONS & vars(module).keys():
-        setattr(GpuKernelSet, name, staticmethod(vars(module)[name]))
-assert vars(GpuKernelSet).keys() >= _FUNCTIONS, "a GPU would run the torch function"
+    rms_norm = staticmethod(norms.rms_norm)
+    add_rms_norm = staticmethod(norms.add_rms_norm)
+    gate_then_rms_norm = staticmethod(norms.gate_then_rms_norm)
+    rms_norm_then_gate = staticmethod(norms.rms_norm_then_gate)
+    qk_norm_rotary = staticmethod(norms.qk_norm_rotary)
+    relu_squared = staticmethod(gates.relu_squared)
+    silu_mul = staticmethod(gates.silu_mul)
+    sigmoid_mul = staticmethod(gates.sigmoid_mul)
+    time_steps = staticmethod(gates.time_steps)
+    delta_gates = staticmethod(gates.delta_gates)
+    causal_conv1d_prefill = staticmethod(conv.causal_conv1d_prefill)
+    causal_conv1d_update = staticmethod(conv.causal_conv1d_update)
+    causal_conv1d_replay = staticmethod(conv_replay.causal_conv1d_replay)
+    keep_conv_inputs = staticmethod(conv_replay.keep_conv_inputs)
+    ssd_chunk_scan = staticmethod(ssd.ssd_chunk_scan)
+    selective_state_update = staticmethod(ssd.selective_state_update)
+    keep_ssd_inputs = staticmethod(ssd_replay.keep_ssd_inputs)
+    ssd_replay = staticmethod(ssd_replay.ssd_replay)
+    gated_delta_rule_scan = staticmethod(delta.gated_delta_rule_scan)
+    gated_delta_rule_update = staticmethod(delta.gated_delta_rule_update)
+    gated_delta_rule_replay = staticmethod(delta_replay.gated_delta_rule_replay)
+    complete_delta_chunks = staticmethod(delta_replay.complete_delta_chunks)
+    keep_delta_inputs = staticmethod(delta_replay.keep_delta_inputs)
+    write_kv = staticmethod(write_kv.write_kv)
+    paged_attention = staticmethod(attention.paged_attention)

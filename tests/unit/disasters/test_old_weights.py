@@ -33,7 +33,7 @@ from oracle.workload import assert_idle
 
 TEXTS = [[(7 * i * i + 3 * i + 5 * seed) % 29 for i in range(24)] for seed in range(5)]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {}, "ahead": {"async_scheduling": True}, "drafts": {"num_speculative_tokens": 3},
+    "plain": {}, "async": {"async_scheduling": True}, "drafts": {"num_speculative_tokens": 3},
     "short steps": {"max_tokens_per_step": 8}, "one slot": {"num_slots": 1},
     "few blocks": {"num_kv_blocks": 26},
 }  # fmt: skip

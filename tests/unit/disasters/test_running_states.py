@@ -90,10 +90,10 @@ def test_a_prompt_is_resent_while_and_after_its_answer_grows_past_many_boundarie
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("mode", ["ahead", "mixed", "in place", "replay", "replay, mixed", "encoded, mixed"])
+@pytest.mark.parametrize("mode", ["async", "mixed", "in place", "replay", "replay, mixed", "encoded, mixed"])
 def test_where_slots_are_short_what_is_found_is_right(mode: str, slots: int) -> None:
     """Several requests decode past boundaries; their prompts and answers are asked again beside them."""
-    engine = small_engine(num_mamba_slots=slots, poisoned="ahead" not in mode, **MODES[mode])
+    engine = small_engine(num_mamba_slots=slots, poisoned="async" not in mode, **MODES[mode])
     prompts = [PROMPT, PROMPT[:16] + random_tokens(7, seed=3), random_tokens(17, seed=4)]
     answers = [expected_answer(tuple(prompt), LENGTH)[0] for prompt in prompts]
     asked = {engine.add_request(prompt, PARAMS): prompt for prompt in prompts}

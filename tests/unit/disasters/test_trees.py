@@ -164,7 +164,7 @@ def test_any_forks_are_found_again(forks: list[tuple[int, list[int]]], slots: in
 @pytest.mark.usefixtures("kind")
 @pytest.mark.in_turn("mode")
 @pytest.mark.parametrize(
-    "mode", ["ahead", "mixed", "wrong", "encoded", "replay", "replay, mixed", "in place"]
+    "mode", ["async", "mixed", "wrong", "encoded", "replay", "replay, mixed", "in place"]
 )
 def test_what_a_partial_block_holds_is_not_found_before_the_block_is_full(mode: str) -> None:
     """Two requests share a head that ends inside a block, and part inside it; each step is looked at."""

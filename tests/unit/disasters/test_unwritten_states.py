@@ -26,7 +26,7 @@ PROMPT = random_tokens(61, seed=20)
 NUM_CHUNKS = 4
 LENGTH = 6
 PARAMS = ms.SamplingParams(max_tokens=LENGTH, return_log_probs=True)
-ASKED = ("", "ahead", "mixed", "in place", "encoded", "encoded, ahead", "replay", "replay, ahead")
+ASKED = ("", "async", "mixed", "in place", "encoded", "encoded, async", "replay", "replay, async")
 """Ways to serve; see `oracle.drafters`."""
 
 
@@ -77,7 +77,7 @@ def assert_the_prompt_resumes(engine: ms.DynamicInferenceEngine, num_computed: i
 
 
 @pytest.mark.disaster(number=1)
-@pytest.mark.sampled(mode=("", "ahead", "encoded", "replay, ahead"))
+@pytest.mark.sampled(mode=("", "async", "encoded", "replay, async"))
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("mode", ASKED)
 def test_a_cancelled_prefill_leaves_no_findable_state_that_was_never_written(mode: str) -> None:
@@ -121,7 +121,7 @@ class Calling:
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("fails", [False, True], ids=["the step goes on", "the step fails"])
 @pytest.mark.parametrize("asked", ["inside", "behind"])
-@pytest.mark.parametrize("mode", ["", "ahead", "encoded"])
+@pytest.mark.parametrize("mode", ["", "async", "encoded"])
 def test_a_stream_dropped_between_admission_and_commit_leaves_no_unwritten_state(
     mode: str, asked: str, fails: bool
 ) -> None:
@@ -133,10 +133,10 @@ def test_a_stream_dropped_between_admission_and_commit_leaves_no_unwritten_state
 def num_findable_chunks(number: int, mode: str) -> int:
     """Chunks that stay cached where the client goes in the forward of this number, and the step ends.
 
-    Ahead, the first step launches two forwards, and each later one the next. A chunk inside the prompt is
-    findable once it is launched. The last one, whose logits are not read yet, goes with its request.
+    With async scheduling, the first step launches two forwards, each later one the next. A chunk inside the
+    prompt is findable once it is launched. The last one, whose logits are unread, goes with its request.
     """
-    return (2, 2, 3, 3)[number] if mode == "ahead" else number + 1
+    return (2, 2, 3, 3)[number] if mode == "async" else number + 1
 
 
 def drop_in_forward(number: int, mode: str, asked_inside: bool, fails: bool) -> int:
@@ -172,7 +172,7 @@ def drop_in_forward(number: int, mode: str, asked_inside: bool, fails: bool) -> 
 
 @pytest.mark.disaster(number=1)
 @pytest.mark.usefixtures("kind")
-@pytest.mark.parametrize("mode", ["", "ahead"])
+@pytest.mark.parametrize("mode", ["", "async"])
 def test_a_client_that_goes_while_a_step_runs_and_asks_again_gets_the_right_answer(mode: str) -> None:
     """An AsyncEngine: the task is cancelled in the forward of each chunk, and the prompt is asked at once."""
     for number in thinned(range(NUM_CHUNKS), every=3):
@@ -208,7 +208,7 @@ async def cancel_and_ask(engine: ms.DynamicInferenceEngine, number: int) -> ms.R
 @pytest.mark.usefixtures("kind", "one_fla_configuration")
 @pytest.mark.parametrize("graphs", [None, 64], ids=["eager", "graphs"])
 def test_on_a_gpu_a_prefill_cancelled_in_flight_leaves_no_unwritten_state(graphs: int | None) -> None:
-    """Steps are launched ahead; the client goes after some of them, the device behind, and asks again."""
+    """Scheduling is async; the client goes after some of them, the device behind, and asks again."""
     model, block, prompt = tiny_model(torch.float32, "cuda"), 32, random_tokens(400, seed=21)
     settings: dict[str, Any] = {
         "block_size_tokens": block, "max_requests": 4, "max_tokens_per_step": 64, "max_sequence_length": 512,

@@ -35,7 +35,7 @@ class Launches:
         engine.context.observers.append(self)
 
     def step_begun(self, batch: Sequence[ScheduledRequest], inputs: ms.StepInputs) -> None:
-        kinds = {scheduled.is_ahead for scheduled in batch if scheduled.decoding}
+        kinds = {scheduled.decodes_unread for scheduled in batch if scheduled.decoding}
         assert len(kinds) <= 1
         self.steps.append((True in kinds, sum(len(scheduled.request.tokens) for scheduled in batch)))
 
@@ -43,7 +43,7 @@ class Launches:
         """Nothing is to be done."""
 
 
-def ahead(**overrides: Any) -> ms.DynamicInferenceEngine:
+def async_engine(**overrides: Any) -> ms.DynamicInferenceEngine:
     return small_engine(block_size_tokens=BLOCK, async_scheduling=True, **overrides)
 
 
@@ -57,7 +57,7 @@ def _kind(kind: str) -> None:
 
 
 def test_each_decode_follows_also_where_it_completes_a_block_and_stores_a_state() -> None:
-    engine = ahead()
+    engine = async_engine()
     launches = Launches(engine)
     engine.add_request(PROMPT, greedy())
     (result,) = run_checked(engine).values()
@@ -70,7 +70,7 @@ def test_each_decode_follows_also_where_it_completes_a_block_and_stores_a_state(
 
 
 def test_a_report_has_the_tokens_of_its_own_step() -> None:
-    engine = ahead()
+    engine = async_engine()
     request_id = engine.add_request(PROMPT, greedy())
     tokens, _ = expected_answer(PROMPT, LENGTH)
     reported: list[int] = []
@@ -100,7 +100,7 @@ def test_an_answer_that_stops_leaves_nothing_of_the_step_behind_it(ends_after: i
 
 
 def test_a_request_is_cancelled_while_its_next_step_runs() -> None:
-    engine = ahead()
+    engine = async_engine()
     kept, cancelled = (engine.add_request(random_tokens(9, seed=seed), greedy()) for seed in (1, 2))
     for _ in range(4):
         engine.step()
@@ -113,7 +113,7 @@ def test_a_request_is_cancelled_while_its_next_step_runs() -> None:
 
 @pytest.mark.parametrize("ended_by", ["stop", "cancel"])
 def test_an_idle_engine_keeps_no_request_whose_next_step_ran(ended_by: str) -> None:
-    engine = ahead()
+    engine = async_engine()
     tokens = engine.generate([PROMPT], greedy())[0].tokens
     stop = {"stop_token_ids": (tokens[3],)} if ended_by == "stop" else {}
     request_id = engine.add_request(PROMPT, greedy(**stop))
@@ -131,7 +131,7 @@ def test_an_idle_engine_keeps_no_request_whose_next_step_ran(ended_by: str) -> N
 
 @pytest.mark.parametrize("call", ["suspend", "reset_prefix_cache", "set_weights_version", "reset"])
 def test_calls_between_a_step_and_the_step_behind_it(call: str) -> None:
-    engine = ahead()
+    engine = async_engine()
     request_id = engine.add_request(PROMPT, greedy())
     for _ in range(4):
         engine.step()
@@ -161,7 +161,7 @@ def test_a_step_behind_that_fails_loses_no_token() -> None:
                 raise ArithmeticError("once")
             return model(inputs)
 
-    engine = ahead(model=FailsOnce())
+    engine = async_engine(model=FailsOnce())
     launches = Launches(engine)
     request_id = engine.add_request(PROMPT, greedy())
     for _ in range(3):
@@ -195,7 +195,7 @@ def test_logits_that_are_no_numbers_end_a_request_whose_next_step_runs(
                 logits[0] = float("nan")
             return logits
 
-    engine = ahead(model=Spoils())
+    engine = async_engine(model=Spoils())
     spoilt, other = (
         engine.add_request(random_tokens(9, seed=seed), greedy(skip_prompt_log_probs=not prompts))
         for seed in (1, 2)
@@ -221,7 +221,7 @@ def test_sampled_tokens_are_those_of_an_engine_that_waits(seed: int) -> None:
 
 
 def test_waiting_requests_are_admitted_without_delay() -> None:
-    engine = ahead(max_requests=2)
+    engine = async_engine(max_requests=2)
     launches = Launches(engine)
     for seed in range(2):
         engine.add_request(random_tokens(9, seed=seed), greedy())
@@ -236,11 +236,11 @@ def test_waiting_requests_are_admitted_without_delay() -> None:
 
 
 def test_parts_of_prompts_and_admissions_follow_beside_decodes() -> None:
-    engine = ahead(max_tokens_per_step=8)
+    engine = async_engine(max_tokens_per_step=8)
     made: list[tuple[bool, bool, bool]] = []
     begun = SimpleNamespace(
         step_begun=lambda steps, inputs: made.append(
-            (steps[0].is_ahead, any(step.admits for step in steps), not steps[-1].decoding)
+            (steps[0].decodes_unread, any(step.admits for step in steps), not steps[-1].decoding)
         ),
         step_ended=lambda steps: None,
     )
@@ -258,7 +258,7 @@ def test_parts_of_prompts_and_admissions_follow_beside_decodes() -> None:
 
 
 def test_a_request_that_may_resume_from_the_step_under_way_waits_for_it() -> None:
-    """The second prompt goes on with what the first one's step stores, and a decode is launched ahead."""
+    """The second prompt goes on with what the first one's step stores, and decodes go on meanwhile."""
     first = random_tokens(17, seed=1)
     second = first + random_tokens(6, seed=2)
     resumed = []
@@ -308,7 +308,7 @@ def policy_nodes(engine: ms.DynamicInferenceEngine) -> dict[int, tuple[object, .
 
 
 def test_a_state_of_a_token_behind_an_answer_leaves_nothing_in_the_policy() -> None:
-    """The answer ends by a stop token, which completes a block in the step that is launched ahead."""
+    """The answer ends by a stop token, which completes a block in the step after."""
     prompt = PROMPT[:9]
     (answer,) = small_engine(block_size_tokens=BLOCK).generate([prompt], greedy(40))
     ends = [n for n in range(8, 40) if (9 + n + 1) % BLOCK == 0 and answer.tokens[n] not in answer.tokens[:n]]
@@ -328,9 +328,9 @@ def test_a_state_of_a_token_behind_an_answer_leaves_nothing_in_the_policy() -> N
 
 @pytest.mark.parametrize("call", ["cancel", "reset_prefix_cache", "suspend"])
 def test_calls_while_a_step_has_a_state_that_is_not_findable_yet(call: str) -> None:
-    engine = ahead(checkpoint_plan=ms.CheckpointPlan(decode=BLOCK))
+    engine = async_engine(checkpoint_plan=ms.CheckpointPlan(decode=BLOCK))
     ids = [engine.add_request(prompt, greedy()) for prompt in (PROMPT, PROMPT[:9])]
-    while not any(step.destinations and step.is_ahead for step in engine.context.uncommitted):
+    while not any(step.destinations and step.decodes_unread for step in engine.context.uncommitted):
         engine.step()
     assert engine.context.prefix_cache.slots.reserved
     engine.cancel(ids[0]) if call == "cancel" else getattr(engine, call)()
@@ -367,16 +367,16 @@ def test_a_step_that_cannot_be_launched_ahead_evicts_nothing() -> None:
 
 def test_drafts_need_the_tokens_first() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens is 2; accepted: one of the two"):
-        ahead(num_speculative_tokens=2)
+        async_engine(num_speculative_tokens=2)
     gpu = torch.device("cuda")
     config = small_engine(num_speculative_tokens=2).config
-    assert config.why_steps_wait(gpu)
-    assert small_engine().config.why_steps_wait(gpu) is None
-    assert small_engine().config.why_steps_wait(torch.device("cpu"))
+    assert config.why_not_async(gpu)
+    assert small_engine().config.why_not_async(gpu) is None
+    assert small_engine().config.why_not_async(torch.device("cpu"))
 
 
 def test_a_rebuild_drops_the_step_ahead() -> None:
-    engine = ahead()
+    engine = async_engine()
     request_id = engine.add_request(PROMPT, greedy())
     for _ in range(4):
         engine.step()
@@ -389,7 +389,7 @@ def test_a_rebuild_drops_the_step_ahead() -> None:
 @pytest.mark.parametrize("captures", [True, False])
 def test_nothing_follows_a_step_whose_shape_is_captured_next(captures: bool) -> None:
     """Otherwise the shapes of prefills, which steps follow, would have no graph."""
-    engine = ahead()
+    engine = async_engine()
     graphs: Any = SimpleNamespace(
         captures_next=captures,
         padded=lambda shape: None,

@@ -148,7 +148,7 @@ def test_decodes_leave_a_prefill_its_cuts() -> None:
 
 @pytest.mark.parametrize("drafts", range(1, 9))
 def test_rings_hold_decodes_that_are_padded(drafts: int) -> None:
-    """The tokens of a decode row are padded to a power of two where steps are padded to the ladder."""
+    """The tokens of a decode row are padded to a power of two where steps are padded to invariant buckets."""
     engine = small_engine(decode_by_replay=True, num_speculative_tokens=drafts)
     for tensor in engine.context.spec.states:
         for entry in tensor.inputs:

@@ -10,7 +10,7 @@ from oracle.serving import (
     TOLERANCE,
     assert_answers,
     expected_answer,
-    launches_ahead,
+    is_async,
     oracle_of,
     random_tokens,
     run_checked,
@@ -141,7 +141,7 @@ def test_an_evicted_request_restarts_from_its_last_checkpoint() -> None:
     result = run_checked(engine)[request_id]
     assert_answers(prompt, result)
     # Computed 35 tokens, and one in a step that was not read; the rolling state lies at 32.
-    assert result.num_recomputed_tokens == 35 + launches_ahead(engine) - 32
+    assert result.num_recomputed_tokens == 35 + is_async(engine) - 32
     assert result.num_resumed_tokens == 0  # counted on the first way through only
 
 
@@ -240,7 +240,7 @@ def test_cancelling_frees_everything_and_keeps_what_was_computed(steps: int) -> 
     assert result.finish_reason == "cancelled"
     assert engine.context.prefix_cache.kv_blocks.num_held == 0
     (repeat,) = serve_checked(engine, [prompt])
-    parts = steps + (launches_ahead(engine) and steps > 0)
+    parts = steps + (is_async(engine) and steps > 0)
     assert repeat.num_resumed_tokens == min(16 * parts, 32)
 
 
@@ -305,7 +305,7 @@ def test_every_block_resumes_what_is_ideal() -> None:
     params = ms.SamplingParams(max_tokens=9, return_log_probs=True)
     prompts: dict[int, list[int]] = {}
     ideal: dict[int, int] = {}
-    before: dict[int, int] = {}  # a step that is launched ahead admits by what was known a step earlier
+    before: dict[int, int] = {}  # an async step admits by what was known a step earlier
     resumed, asked = 0, 20 if is_quick() else 40
     while len(prompts) < asked or engine.has_unfinished_requests():
         if len(prompts) < asked and rng.random() < 0.4:
@@ -318,7 +318,7 @@ def test_every_block_resumes_what_is_ideal() -> None:
             oracle.computed(request_id, engine.computed_prefix(request_id))
         report = engine.step()
         known_now = {request_id: oracle.ideal(prompt) for request_id, prompt in prompts.items()}
-        earlier = before if launches_ahead(engine) else known_now
+        earlier = before if is_async(engine) else known_now
         ideal |= {
             request_id: earlier.get(request_id, known_now[request_id]) for request_id in report.admitted
         }

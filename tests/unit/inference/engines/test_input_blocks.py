@@ -78,7 +78,7 @@ class PageWatch:
             needed = self.input_blocks.num_for_tokens(count)
             own = scheduled.allocation.input_blocks
             assert inputs.replay.input_blocks[row, :needed].tolist() == own[:needed]
-            most = count + 1 + self._num_drafts  # of a step ahead, or of drafts that were rejected
+            most = count + 1 + self._num_drafts  # of an unread step, or of drafts that were rejected
             assert needed <= len(own) <= self.input_blocks.num_for_tokens(min(CHUNK, most))
 
     def step_ended(self, batch: Sequence[ScheduledRequest]) -> None:

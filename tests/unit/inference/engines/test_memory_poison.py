@@ -87,7 +87,7 @@ def _params() -> ms.SamplingParams:
     return ms.SamplingParams(max_tokens=5, return_log_probs=True)
 
 
-@pytest.mark.sampled(mode=("", "mixed", "in place", "ahead", "replay, mixed", "encoded, mixed"))
+@pytest.mark.sampled(mode=("", "mixed", "in place", "async", "replay, mixed", "encoded, mixed"))
 @pytest.mark.parametrize("mode", ["", *drafters.MODES])
 def test_answers_do_not_depend_on_free_memory(mode: str) -> None:
     """Repeats, extensions and forks with few slots and blocks, so that many are evicted and paused."""
@@ -123,13 +123,13 @@ class ReadsBeyond(EmaLM):
         return values
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(ahead: bool) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+def test_a_model_that_reads_free_memory_fails_loudly_and_only_then(is_async: bool) -> None:
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [4, 5, 6]]  # the first fills its block
     settings: dict[str, object] = {"model": ReadsBeyond(), "block_size_tokens": 8, "num_kv_blocks": 16}
     plain = small_engine(**settings).generate(prompts, _params())
     assert [len(result.tokens) for result in plain] == [5, 5]
-    engine = small_engine(poisoned=True, async_scheduling=ahead, **settings)
+    engine = small_engine(poisoned=True, async_scheduling=is_async, **settings)
     with pytest.raises(RuntimeError, match=r"requests \[1\] are NaN or infinite, and free memory holds NaN"):
         engine.generate(prompts, _params())
     engine.check_integrity()

@@ -48,7 +48,7 @@ def test_idle_rows_hold_cached_states_and_running_requests_take_them_back(
     assert serve_checked(engine, several)
 
 
-@pytest.mark.parametrize("mode", ["in place, no drafts", "replay", "ahead"])
+@pytest.mark.parametrize("mode", ["in place, no drafts", "replay", "async"])
 def test_a_request_takes_over_the_only_slot_left_and_resumes_from_it(mode: str) -> None:
     settings = {"num_mamba_slots": 1, "max_requests": 2, "checkpoint_plan": TAIL} | MODES[mode]
     engine = small_engine(**settings)

@@ -262,7 +262,7 @@ class ScrubbedMachine(OperationsMachine):
     @initialize(
         kind=kinds,
         sizes=engine_settings,
-        mode=st.sampled_from(["", "in place", "mixed", "encoded, mixed", "replay, mixed", "ahead"]),
+        mode=st.sampled_from(["", "in place", "mixed", "encoded, mixed", "replay, mixed", "async"]),
     )
     def start(self, kind: str, sizes: dict[str, Any], mode: str) -> None:
         super().start(kind, sizes | {"free_memory": "zero"} | (MODES[mode] if mode else {}))

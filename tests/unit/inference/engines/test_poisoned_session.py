@@ -132,7 +132,7 @@ TRITON_MODES: dict[str, dict[str, Any]] = {
     "replay of float16": {"decode_by_replay": True},
     "drafts": {"num_speculative_tokens": 3, "make_drafter": lambda: ms.NgramDrafter(1, 1)},
     "encoded": {"durable_state_dtype": "int8"},
-    "ahead": {"async_scheduling": True},
+    "async": {"async_scheduling": True},
 }
 
 
@@ -163,13 +163,13 @@ def test_the_kernels_of_a_gpu_read_nothing_either(mode: str, monkeypatch: pytest
 
 
 def test_a_field_that_is_not_filled_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = step_builder._Layout.fill
+    fill = step_builder._PaddedLayout.fill
 
     def forgetful(self: Any, array: Any, values: Any, field: Any) -> None:
         if field.name != "seq_idx":  # of one prefill row, these are zeros
             fill(self, array, values, field)
 
-    monkeypatch.setattr(step_builder._Layout, "fill", forgetful)
+    monkeypatch.setattr(step_builder._PaddedLayout, "fill", forgetful)
     with poisoned(), pytest.raises((IndexError, RuntimeError)):
         serve(torch.device("cpu"))
 

@@ -154,9 +154,9 @@ def test_a_step_without_tokens_and_log_probs_reads_nothing(monkeypatch: pytest.M
 def test_a_step_waits_for_its_tokens_where_a_block_becomes_findable(
     commits_later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other steps end first; with steps ahead all of them do. Each is read once."""
+    """Other steps end first; with async scheduling all of them do. Each is read once."""
     engine = small_engine()
-    engine.core.step_runner._looks_ahead = commits_later
+    engine.core.step_runner._is_async = commits_later
     read, end_step, events = DeviceReadback.read, engine.context.end_step, list[str]()
 
     def reading(readback: DeviceReadback) -> Any:
@@ -171,7 +171,7 @@ def test_a_step_waits_for_its_tokens_where_a_block_becomes_findable(
     monkeypatch.setattr(engine.context, "end_step", ending)
     size = engine.config.block_size_tokens
     engine.generate([random_tokens(size - 3, seed=1)], ms.SamplingParams(max_tokens=5))
-    if commits_later:  # the step ahead is launched before
+    if commits_later:  # the next step is launched before
         assert events == ["end", *["end", "read"] * 4, "read"]
     else:  # in the fourth step, the last token of the block is computed
         assert events == [*["end", "read"] * 3, "read", "end", "end", "read"]

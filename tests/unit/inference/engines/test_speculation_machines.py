@@ -1,4 +1,4 @@
-"""The engine's state machines, and its failing steps, with drafts of every kind, and with steps ahead."""
+"""The engine's state machines and its failing steps, with drafts of every kind and with async scheduling."""
 
 import importlib.util
 from collections import Counter
@@ -84,7 +84,7 @@ def test_answers_are_those_of_plain_decoding(
 @pytest.mark.parametrize("point", POINTS)
 def test_a_failure_anywhere_costs_no_token_and_leaks_nothing(point: str) -> None:
     tally = Counter[str]()
-    for mode in ("right", "mixed", "in place", "ahead", "encoded, mixed"):
+    for mode in ("right", "mixed", "in place", "async", "encoded, mixed"):
         for number in (0, 2, 5):
             with speculating(mode):
                 client = Client(small_engine(num_kv_blocks=14, num_mamba_slots=3, max_sequence_length=96))

@@ -1,4 +1,4 @@
-"""Every scenario of the engine's own tests once more: with drafts of each kind, and with steps ahead."""
+"""Every scenario of the engine's own tests once more: with drafts of each kind, and with async scheduling."""
 
 import pytest
 from oracle.drafters import MODES, speculating

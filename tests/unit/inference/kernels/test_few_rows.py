@@ -6,7 +6,7 @@ Triton's interpreter multiplies bfloat16 wrongly, and is given float16.
 import pytest
 import torch
 import torch.nn.functional as F
-from mambaslots.inference.engines.batch_invariance import SWITCHES, read_switch, write_switches
+from mambaslots.inference.engines.invariance.switches import SWITCHES, read_switch, write_switches
 from mambaslots.inference.kernels import few_rows
 from mambaslots.inference.kernels.few_rows import FewRowsProducts
 from torch import Tensor

@@ -1,20 +1,19 @@
 """Whether the bits of logits depend on how a sequence is cut into steps, and on what runs beside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor
 
-from ..contexts.padding import SMALLEST_RUNG, padded_to_ladder
-from ..contexts.step_inputs import StepShape
+from ...contexts.padding import MIN_CUBLAS_ROWS, Padding, invariant_padding
+from ...contexts.step_inputs import StepShape
 from .dummy_steps import DummySteps
-from .product_check import bits
+from .products import bits
 
 TAIL = 19
 """Tokens after the last whole chunk."""
 DECODES = 5
 """Decodes without drafts, of which the third is of the first token of a chunk."""
-
-Padding = Callable[[StepShape], StepShape]
 
 
 def checked_length(chunk_tokens: int) -> int:
@@ -23,9 +22,10 @@ def checked_length(chunk_tokens: int) -> int:
 
 
 def forward_difference(
-    steps: DummySteps, chunk_tokens: int, most_tokens: int, padded: Padding = padded_to_ladder
+    steps: DummySteps, chunk_tokens: int, most_tokens: int, min_decode_tokens: int = MIN_CUBLAS_ROWS
 ) -> str | None:
     """Where logits have other bits than in one prefill of the whole sequence; None where nowhere."""
+    padded = partial(invariant_padding, min_decode_tokens=min_decode_tokens)
     cases = _cases(steps, chunk_tokens, most_tokens, padded)
     return next((text for text, differs in cases if bool(differs)), None)
 
@@ -35,22 +35,22 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> 
     tokens = steps.tokens(checked_length(chunk))
 
     def as_large_as_can_be(shape: StepShape) -> StepShape:
-        return padded_to_ladder(shape._replace(prefill_tokens=max(shape.prefill_tokens, most_tokens)))
+        return invariant_padding(shape._replace(prefill_tokens=max(shape.prefill_tokens, most_tokens)))
 
     def among_more(shape: StepShape) -> StepShape:
-        """Decodes padded to the second rung: kernels may share their work otherwise there."""
-        return padded_to_ladder(shape if shape.prefills else shape._replace(decodes=SMALLEST_RUNG + 1))
+        """Decodes padded to the second bucket: kernels may share their work otherwise there."""
+        return invariant_padding(shape if shape.prefills else shape._replace(decodes=MIN_CUBLAS_ROWS + 1))
 
     def differs(logits: Tensor, start: int) -> Tensor:
         """Whether logits of the tokens from `start` on have other bits than in the whole prefill."""
         return bits(logits).ne(bits(whole[start : start + len(logits)])).any()
 
     request = steps.request(tokens)
-    whole = steps.run([(request, len(tokens))], padded_to_ladder)[0]
+    whole = steps.run([(request, len(tokens))], invariant_padding)[0]
     steps.release(request)
 
     request = steps.request(tokens)
-    logits = steps.run([(request, chunk)], padded_to_ladder)[0]
+    logits = steps.run([(request, chunk)], invariant_padding)[0]
     yield "in the first chunk of a prefill in parts", differs(logits, 0)
     other = steps.request(steps.tokens(chunk + 1, seed=1))
     work = [(request, len(tokens)), (other, len(tokens))]
@@ -61,7 +61,7 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> 
 
     start = max(1, 2 * chunk - 2)
     request = steps.request(tokens[:start])
-    yield "in a shorter prefill", differs(steps.run([(request, start)], padded_to_ladder)[0], 0)
+    yield "in a shorter prefill", differs(steps.run([(request, start)], invariant_padding)[0], 0)
     other = steps.request(steps.tokens(TAIL, seed=1))
     for position in range(start, start + DECODES):
         request.append(tokens[position : position + 1], [None], 0.0)

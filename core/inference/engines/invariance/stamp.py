@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from ...config import InferenceConfig
-from ...files import read_regular, replacing
-from ...state_spec import HybridStateSpec
-from ..contexts.step_inputs import Model
+from ....config import InferenceConfig
+from ....files import read_regular, replacing
+from ....state_spec import HybridStateSpec
+from ...contexts.step_inputs import Model
 
 
 def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Path | None:
@@ -29,7 +29,7 @@ def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Pa
     tensors = (*module.named_parameters(), *module.named_buffers())
     try:
         files = {inspect.getfile(kind) for kind in {type(model), *map(type, module.modules())}}
-        sources = [*Path(__file__).parents[2].rglob("*.py"), *map(Path, sorted(files))]
+        sources = [*Path(__file__).parents[3].rglob("*.py"), *map(Path, sorted(files))]
         written = sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources)
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except (OSError, TypeError, RuntimeError):  # a class of no file, or a user without a home

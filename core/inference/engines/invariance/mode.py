@@ -1,28 +1,26 @@
-"""The mode in which the bits of an answer depend on its request alone, and what decides it at a start."""
+"""Whether an engine is batch-invariant: the bits of an answer depend on its request alone."""
 
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from ...config import InferenceConfig
-from ...devices import on_device_of
-from ...state_spec import HybridStateSpec
-from ..contexts.dynamic_context import check_replays
-from ..contexts.padding import SMALLEST_RUNG, padded_to_few, padded_to_ladder, power_of_two, rung, rungs
-from ..contexts.pool_sizes import PoolSizes, with_total_gb
-from ..contexts.step_inputs import Model
-from ..kernels import attention
-from ..kernels.operands import FEW_ROWS
-from . import forward_check, product_check
-from .cuda_graphs import Forward, with_few_rows
+from ....config import InferenceConfig
+from ....devices import on_device_of
+from ....state_spec import HybridStateSpec
+from ...contexts.dynamic_context import check_replays
+from ...contexts.padding import MIN_CUBLAS_ROWS, invariant_bucket, invariant_buckets, power_of_two
+from ...contexts.pool_sizes import PoolSizes, with_total_gb
+from ...contexts.step_inputs import Model
+from ...kernels import attention
+from ...kernels.operands import FEW_ROWS
+from ..cuda_graphs import Forward, with_few_rows
+from . import forwards, products
 from .dummy_steps import DummySteps
-from .invariance_stamp import read_stamp, stamp_of, write_stamp
-from .product_check import BatchVarianceError
+from .products import BatchVarianceError
+from .stamp import read_stamp, stamp_of, write_stamp
+from .switches import check_switches, hold_switches
 
 SETTING = "batch_invariant is True"
 
@@ -32,22 +30,22 @@ class BatchInvariance:
 
     def __init__(self, model: Model, spec: HybridStateSpec, config: InferenceConfig) -> None:
         """`config` has passed `check_settings`. A refusal leaves the switches as they were."""
-        self._spec = spec
+        self._spec, self._config = spec, config
         self.products: tuple[str, ...] = ()  # operators, sizes and dtypes that were compared
         # Where it is None, a captured decode step may have 8 rows.
         self.why_not_few_rows: str | None = "nothing is checked"
         self.was_checked_before = False
         width = power_of_two(1 + config.num_speculative_tokens)
-        self._most_tokens = rung(config.max_requests * width + config.max_tokens_per_step)
+        self._most_tokens = invariant_bucket(config.max_requests * width + config.max_tokens_per_step)
         release = hold_switches(self)
         try:
             if spec.device.type == "cuda":
                 if any(tensor.name == "delta" and tensor.num_layers for tensor in spec.states):
-                    from ..kernels.delta import fix_orders_of_addition
+                    from ...kernels.delta import fix_orders_of_addition
 
                     fix_orders_of_addition()
                 with on_device_of(spec.device):
-                    self._check_once(model, config)
+                    self._check_once(model)
                     torch.cuda.empty_cache()
         except BaseException:
             release()
@@ -56,85 +54,72 @@ class BatchInvariance:
     @property
     def min_decode_tokens(self) -> int:
         """What captured decode steps are padded to, at least."""
-        return FEW_ROWS if self.why_not_few_rows is None else SMALLEST_RUNG
-
-    def check_switches(self) -> None:
-        """Raise RuntimeError where a switch was changed; for every step, takes a few microseconds."""
-        for name, needed in SWITCHES.items():
-            if (value := read_switch(name)) != needed:
-                raise RuntimeError(
-                    f"torch.backends.cuda.{name} is {value}; accepted: {needed!r}, for an engine with "
-                    "batch_invariant, because bits of products depend on the number of rows otherwise"
-                )
+        return FEW_ROWS if self.why_not_few_rows is None else MIN_CUBLAS_ROWS
 
     def describe(self) -> tuple[str, ...]:
         """What was chosen and checked, and what is not promised; a line each."""
         spec = self._spec
         if spec.device.type != "cuda":
             return ("batch invariance: not checked, in Triton's interpreter on a CPU",)
-        size = spec.groups.tensor_size
+        num_buckets, size = len(invariant_buckets(self._most_tokens)), spec.groups.tensor_size
         ranks = f", {size} tensor ranks, whose sums are added in rank order" if size > 1 else ""
         return (
             f"batch invariance: {len(self.products)} shapes of products have the same bits in all of "
-            f"{len(rungs(self._most_tokens))} numbers of rows, and prefills in parts, prefills beside "
-            "others and decodes the same logits"
-            + (", as an earlier start found" if self.was_checked_before else ""),
+            f"{num_buckets} numbers of rows, and prefills in parts, prefills beside others and decodes the "
+            "same logits" + (", as an earlier start found" if self.was_checked_before else ""),
             f"decodes are padded to {self.min_decode_tokens} rows, at least"
             + ("" if self.why_not_few_rows is None else f", because {self.why_not_few_rows}"),
             f"the promise holds for {torch.cuda.get_device_name(spec.device)}, torch {torch.__version__}"
             f"{ranks}; other GPUs, versions and tensor-parallel sizes may give other bits",
         )
 
-    def _check_once(self, model: Model, config: InferenceConfig) -> None:
+    def _check_once(self, model: Model) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
-        stamp = stamp_of(model, self._spec, config)
+        stamp = stamp_of(model, self._spec, self._config)
         found = read_stamp(stamp)
         self.was_checked_before = all(self._spec.groups.gather(found is not None, self._spec.device))
         if found is not None and self.was_checked_before:
             own_reason, self.products = found
-            self.why_not_few_rows = self._first_of_ranks(own_reason)
+            self.why_not_few_rows = first_reason(self._spec.groups.gather(own_reason, self._spec.device))
             return
-        self._check(model, config)
+        self._check(model)
         if stamp is not None:
             write_stamp(stamp, self.why_not_few_rows, self.products)
 
-    def _check(self, model: Model, config: InferenceConfig) -> None:
+    def _check(self, model: Model) -> None:
         """Raise a BatchVarianceError on all ranks where the model of any rank is refused."""
+        groups, device = self._spec.groups, self._spec.device
         for check in (self._check_parts, self._check_forwards):
             refusal = ""
             try:
-                check(model, config)
+                check(model)
             except BatchVarianceError as error:
                 refusal = str(error)
-            self._spec.groups.raise_first(refusal, self._spec.device, BatchVarianceError)
-        self.why_not_few_rows = self._first_of_ranks(self.why_not_few_rows)
+            groups.raise_first(refusal, device, BatchVarianceError)
+        self.why_not_few_rows = first_reason(groups.gather(self.why_not_few_rows, device))
         if self.why_not_few_rows is None:
-            case = self._forward_difference(with_few_rows(model), config, padded_to_few)
+            case = self._forward_difference(with_few_rows(model), FEW_ROWS)
             if case is not None:
                 self.why_not_few_rows = f"the model's logits have other bits {case}"
-        self.check_switches()
+        check_switches()
 
-    def _first_of_ranks(self, own_reason: str | None) -> str | None:
-        """The reason of the first rank that has one. Synchronises."""
-        return first_reason(self._spec.groups.gather(own_reason, self._spec.device))
-
-    def _check_parts(self, model: Model, config: InferenceConfig) -> None:
-        found = product_check.record_products(model, self._spec, config)
+    def _check_parts(self, model: Model) -> None:
+        found = products.record_products(model, self._spec, self._config)
         self.products = tuple(map(str, found))
-        cases = [(product, product_check.product_difference(product, self._most_tokens)) for product in found]
+        cases = [(product, products.product_difference(product, self._most_tokens)) for product in found]
         refused = [f"{product} {case}" for product, case in cases if case is not None]
         if refused:
             raise BatchVarianceError(
-                f"{SETTING}, and a row gets other bits than among {product_check.BASE_ROWS} rows by "
+                f"{SETTING}, and a row gets other bits than among {products.BASE_ROWS} rows by "
                 f"{'; '.join(refused)}; accepted: products whose rows do not depend on the number of rows"
             )
         self.why_not_few_rows = "num_cuda_graphs is None"
-        if config.num_cuda_graphs is not None:
-            self.why_not_few_rows = first_reason(map(product_check.why_not_in_few_rows, found))
+        if self._config.num_cuda_graphs is not None:
+            self.why_not_few_rows = first_reason(map(products.why_not_in_few_rows, found))
 
-    def _check_forwards(self, model: Model, config: InferenceConfig) -> None:
+    def _check_forwards(self, model: Model) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
-        case = self._forward_difference(model, config, padded_to_ladder)
+        case = self._forward_difference(model, MIN_CUBLAS_ROWS)
         if case is not None:
             raise BatchVarianceError(
                 f"{SETTING}, and the model's logits have other bits {case} than in one prefill, though its "
@@ -142,12 +127,10 @@ class BatchInvariance:
                 "row from its own sequence, in one order"
             )
 
-    def _forward_difference(
-        self, model: Forward, config: InferenceConfig, padded: forward_check.Padding
-    ) -> str | None:
-        chunk, most = self._spec.chunk_tokens(config.block_size_tokens), self._most_tokens
-        steps = DummySteps(model, self._spec, config, forward_check.checked_length(chunk), most)
-        return forward_check.forward_difference(steps, chunk, most, padded)
+    def _forward_difference(self, model: Forward, min_decode_tokens: int) -> str | None:
+        chunk, most = self._spec.chunk_tokens(self._config.block_size_tokens), self._most_tokens
+        steps = DummySteps(model, self._spec, self._config, forwards.checked_length(chunk), most)
+        return forwards.forward_difference(steps, chunk, most, min_decode_tokens)
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:
@@ -219,53 +202,3 @@ def check_settings(spec: HybridStateSpec) -> None:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-SWITCHES: dict[str, object] = {
-    "preferred_blas_library": "cublaslt", "matmul.allow_bf16_reduced_precision_reduction": (False, False),
-    "matmul.allow_fp16_reduced_precision_reduction": (False, False), "matmul.allow_fp16_accumulation": False,
-}  # fmt: skip
-"""Switches of torch.backends.cuda, and the values with which cuBLAS does not split K: the first entry of a
-pair is the reduction's precision, the second is whether K may be split."""
-
-
-def read_switch(name: str) -> object:
-    """The value of a switch, as it is written."""
-    if name == "preferred_blas_library":
-        return str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
-    matmul, name = torch.backends.cuda.matmul, name.removeprefix("matmul.")
-    value = getattr(matmul, name)
-    return (value, getattr(matmul, f"{name}_split_k")) if name.endswith("reduction") else value
-
-
-def write_switches(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if name == "preferred_blas_library":
-            torch.backends.cuda.preferred_blas_library(value)
-        else:
-            setattr(torch.backends.cuda.matmul, name.removeprefix("matmul."), value)
-
-
-_lock = threading.RLock()  # a finalizer may run wherever garbage is collected
-_num_holders = 0
-_before: dict[str, object] = {}
-
-
-def hold_switches(holder: object) -> Callable[[], object]:
-    """Set the switches until `holder` and all other holders are gone; returns what ends it earlier."""
-    global _num_holders, _before
-    with _lock:
-        if not _num_holders:
-            _before = {name: read_switch(name) for name in SWITCHES}
-        _num_holders += 1
-        write_switches(SWITCHES)
-    return weakref.finalize(holder, _release_switches)
-
-
-def _release_switches() -> None:
-    global _num_holders
-    with _lock:
-        _num_holders -= 1
-        if not _num_holders:  # what was changed since stays
-            ours = {name for name, value in SWITCHES.items() if read_switch(name) == value}
-            write_switches({name: value for name, value in _before.items() if name in ours})

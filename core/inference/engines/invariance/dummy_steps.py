@@ -1,4 +1,4 @@
-"""Steps of requests without users: to check a model, and to measure it."""
+"""Steps of requests without users, which check a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,15 +6,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...config import InferenceConfig
-from ...params_and_results import SamplingParams
-from ...state_spec import HybridStateSpec
-from ...validation import ceil_div
-from ..contexts.cache.hashing import PrefixHashChain
-from ..contexts.dynamic_context import DynamicInferenceContext
-from ..contexts.dynamic_request import DynamicInferenceRequest
-from ..contexts.padding import MAX_PADDING, rung
-from ..contexts.step_inputs import StepInputs, StepShape
+from ....config import InferenceConfig
+from ....params_and_results import SamplingParams
+from ....state_spec import HybridStateSpec
+from ....validation import ceil_div
+from ...contexts.cache.hashing import PrefixHashChain
+from ...contexts.dynamic_context import DynamicInferenceContext
+from ...contexts.dynamic_request import DynamicInferenceRequest
+from ...contexts.padding import MAX_PADDING, Padding, invariant_bucket
+from ...contexts.step_inputs import StepInputs
 
 MAX_REQUESTS = 2
 """Requests that run at once."""
@@ -34,7 +34,7 @@ class DummySteps:
         self._block_size = config.block_size_tokens
         small = replace(
             config, max_requests=MAX_REQUESTS,
-            max_tokens_per_step=max(rung(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
+            max_tokens_per_step=max(invariant_bucket(MAX_REQUESTS * longest), most_tokens) + MAX_PADDING,
             max_sequence_length=longest, num_kv_blocks=MAX_REQUESTS * ceil_div(longest, self._block_size),
             num_mamba_slots=None, total_gb=None, host_cache_gb=0.0, disk_cache=None,
             enable_prefix_caching=False, free_memory="keep",
@@ -60,10 +60,7 @@ class DummySteps:
 
     @torch.inference_mode()
     def run(
-        self,
-        work: Sequence[tuple[DynamicInferenceRequest, int]],
-        padding: Callable[[StepShape], StepShape],
-        drafts: Sequence[int] = (),
+        self, work: Sequence[tuple[DynamicInferenceRequest, int]], padded: Padding, drafts: Sequence[int] = ()
     ) -> list[Tensor]:
         """One step."""
         batch = [self._context.admission.schedule_request(request, budget) for request, budget in work]
@@ -71,7 +68,7 @@ class DummySteps:
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:
             ready[0] = self._context.admission.draft(ready[0], drafts)
-        inputs = self._context.begin_step(ready, padding)
+        inputs = self._context.begin_step(ready, padded)
         logits = self._model(inputs)  # no step follows one that fails
         first = ready[0]
         if first.drafts:  # all are right

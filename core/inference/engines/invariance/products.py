@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...config import InferenceConfig
-from ...state_spec import HybridStateSpec
-from ..contexts.dynamic_request import DynamicInferenceRequest
-from ..contexts.padding import rungs
-from ..contexts.step_inputs import Model, StepShape
-from ..kernels.operands import FEW_ROWS
+from ....config import InferenceConfig
+from ....state_spec import HybridStateSpec
+from ...contexts.dynamic_request import DynamicInferenceRequest
+from ...contexts.padding import invariant_buckets
+from ...contexts.step_inputs import Model, StepShape
+from ...kernels.operands import FEW_ROWS
 from .dummy_steps import DummySteps
 
 BASE_ROWS = 256
@@ -40,7 +40,6 @@ _CONTRACTED: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """The dimensions that a product adds over, as (tensor, dimension)."""
 _BY_CUBLAS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-"""Below 32 rows it pads by itself, or picks kernels that are up to eight times as slow."""
 _ATTENTION = "flash_attn_3.fwd"
 _UNKNOWN = ("addbmm", "addr", "addmv", "mv", "dot", "vdot")
 _UNKNOWN_PARTS = (
@@ -228,13 +227,13 @@ def product_difference(
     product: Product, most_rows: int, run: Callable[[Sequence[Any]], Any] | None = None
 ) -> str | None:
     """Where a row of a product has other bits than the same row among 256; None where nowhere."""
-    check = _Check(product, rungs(most_rows), run or product.run)
+    check = _Check(product, invariant_buckets(most_rows), run or product.run)
     return first_case((text, check.differs(ids)) for text, ids in check.cases())
 
 
 def why_not_in_few_rows(product: Product) -> str | None:
     """Why `FewRowsProducts` shall not make 8 rows: cuBLAS would, or other bits than among 256; or None."""
-    from ..kernels.few_rows import FewRowsProducts  # here, because it imports triton
+    from ...kernels.few_rows import FewRowsProducts  # here, because it imports triton
 
     mode = FewRowsProducts()
 
