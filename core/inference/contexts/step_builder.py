@@ -103,6 +103,7 @@ class StepBuilder:
     ) -> None:
         self._buffer = buffer
         self._config = config
+        self._replays = config.replays
         self._chunk_size = chunk_size
         self._request_states = request_states
         self._memory = memory
@@ -114,7 +115,7 @@ class StepBuilder:
         """The inputs of `batch`, decodes first; not synchronised. KV of registered blocks is not written."""
         layout = _Layout(batch)
         values = self._token_values(batch, layout, block_table) | self._state_values(batch, layout)
-        if self._config.replays:
+        if self._replays:
             values |= self._replay_values(batch, layout, input_table)
         shape = padding(layout.shape(values))
         padded = _PaddedLayout(layout, shape)
@@ -221,7 +222,7 @@ class StepBuilder:
             num_logits=num_logits,
             kv_cache=self._memory.kv_cache,
             state_pool=self._memory.state_pool,
-            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._config.replays else None,
+            replay=Replay(self._memory.input_pool, **owned["replay"]) if self._replays else None,
             batch_invariant=bool(self._config.batch_invariant),
         )
 
