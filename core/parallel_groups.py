@@ -241,7 +241,8 @@ class ParallelGroups:
         assert group is not None
         named["group"] = present = _replaced.get(group, group)
         last = arguments[-1]
-        if last.device.type == "cuda" if isinstance(last, Tensor) else "cpu:" not in _devices(present):
+        is_on_gpu = last.is_cuda if isinstance(last, Tensor) else "cpu:" not in _devices(present)
+        if is_on_gpu:
             try:
                 collective(*arguments, **named)
             except RuntimeError:

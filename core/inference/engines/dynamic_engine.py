@@ -73,8 +73,11 @@ class DynamicInferenceEngine:
             config, invariance, why_not = mode.decide(model, spec, config)
         else:
             config = replace(config, batch_invariant=False)
-        off = f"batch invariance: off, because {why_not}; answers may depend on the batch"
-        self._invariance_lines = (off,) if invariance is None else invariance.describe()
+        if invariance is not None:
+            self._invariance_lines = invariance.describe()
+        else:
+            off = f"batch invariance: off, because {why_not}; answers may depend on the batch"
+            self._invariance_lines = (off,)
         self.config = config = with_total_gb(config, spec.device)
         self.context = DynamicInferenceContext(spec, config)
         self.salt_key = agreed_salt_key(config.salt_key, spec.groups, spec.device)
