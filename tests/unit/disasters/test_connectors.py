@@ -269,7 +269,7 @@ def test_nothing_is_found_between_reservation_and_copy(
 ) -> None:
     source, target = warm(), engine_of(num_kv_blocks=20, num_mamba_slots=6)
     serve_checked(target, [random_tokens(30, 70 + seed) for seed in range(3)])  # the pools are in use
-    owner, name = (session, "receive_pieces") if way == "hand-over" else (placement, "write_rows")
+    owner, name = (session, "receive_pieces") if way == "hand-over" else (placement, "write_entries")
     real, watch, calls = getattr(owner, name), Watch(target), 0
 
     def failing(*arguments: Any) -> Any:

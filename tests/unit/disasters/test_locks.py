@@ -165,7 +165,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
     for text in texts:
         serve_checked(source, [text], length=1)
     looked: list[int] = []
-    write_rows = placement.write_rows
+    write_entries = placement.write_entries
 
     def looking(*arguments: Any) -> None:
         slots = target.context.prefix_cache.slots
@@ -175,10 +175,10 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
                 slots.reserve_slots([10**6])
             looked.append(len(slots.reserved))
         slots.check_integrity()
-        write_rows(*arguments)
+        write_entries(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(placement, "write_rows", looking)
+        patched.setattr(placement, "write_entries", looking)
         report = import_prefixes(target, encode_prefixes(export_prefixes(source)))
     assert report.imported.states > 0
     assert looked

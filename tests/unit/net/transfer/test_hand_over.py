@@ -332,7 +332,7 @@ def test_a_source_that_ends_half_way(
     if after == "nothing":
         monkeypatch.setattr(session, "Offer", killed)
     elif after == "the offer":
-        monkeypatch.setattr(session, "_rows", killed)
+        monkeypatch.setattr(session, "_offered", killed)
     elif after == "the answer":
         monkeypatch.setattr(MessagePipe, "send", killed)
     else:

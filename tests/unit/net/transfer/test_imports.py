@@ -658,13 +658,13 @@ def test_a_copy_that_fails_is_undone(
         serve(target, [PROMPTS[i] for i in warm], [SALTS[i] for i in warm])
     before, written = maps_of(target), []
 
-    def write_rows(*arguments: Any) -> None:
+    def write_entries(*arguments: Any) -> None:
         if len(written) == fails_at:
             raise MemoryError("no room")
         written.append(real(*arguments))
 
-    real = placement.write_rows
-    monkeypatch.setattr(placement, "write_rows", write_rows)
+    real = placement.write_entries
+    monkeypatch.setattr(placement, "write_entries", write_entries)
     with pytest.raises(RuntimeError, match="could not be imported: no room"):
         import_prefixes(target, export)
     assert maps_of(target) == before
