@@ -87,7 +87,7 @@ class ReplaySetting:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one row resumed of one trace; each token of a prompt counts once."""
+    """What a cache resumed of a trace; each token of a prompt counts once."""
 
     num_requests: int
     prompt_tokens: int
@@ -103,8 +103,8 @@ class ReplayResult:
         return self.resumed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class ReplayRow(Protocol):
-    """A cache with its policies, as one row of the table; `name` is what the table calls it."""
+class ComparedCache(Protocol):
+    """A cache with its policies, which a table compares with others under its `name`."""
 
     @property
     def name(self) -> str: ...

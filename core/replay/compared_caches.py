@@ -1,4 +1,4 @@
-"""The rows of this package's own cache, with its policies or with one's own."""
+"""The caches that a table compares: the engine's own, with any policies, and an unlimited one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def _config(trace: Trace, setting: ReplaySetting, settings: dict[str, Any]) -> I
 
 
 @dataclass(frozen=True)
-class PolicyRow:
+class OwnCache:
     """The engine's own cache; policy: a name, plan: as `--plan`, or "FILE.py:Class"; None for the default."""
 
     policy: str | None = None
@@ -110,7 +110,7 @@ class PolicyRow:
 
 
 @dataclass(frozen=True)
-class UnlimitedRow:
+class UnlimitedCache:
     """The engine's own cache with a slot and a KV block for every prefix of the trace."""
 
     name: str = "unlimited"
@@ -126,7 +126,7 @@ class UnlimitedRow:
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
-DEFAULT_ROW, UNLIMITED = PolicyRow(), UnlimitedRow()
+DEFAULT_CACHE, UNLIMITED = OwnCache(), UnlimitedCache()
 
 
 def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
@@ -143,4 +143,4 @@ def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
     Example:
         `replay(generate("chat", 5), model_shape("nemotron-h-8b"), state_gb=16, kv_gb=20).share` is 0.948.
     """
-    return DEFAULT_ROW.replay(trace, ReplaySetting(shape, **setting))
+    return DEFAULT_CACHE.replay(trace, ReplaySetting(shape, **setting))
