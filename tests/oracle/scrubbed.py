@@ -12,8 +12,8 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     """Between two calls: all memory without an owner is zero."""
     context = engine.context
     memory, cache = context.memory, context.prefix_cache
-    if cache.tier is not None and hasattr(cache.tier.copies, "rows"):
-        tier, keys = cache.tier, list(cache.tier.host.entries)
+    if cache.tiers is not None and hasattr(cache.tiers.copies, "rows"):
+        tier, keys = cache.tiers, list(cache.tiers.host.entries)
         used = {tier.host.entries[key][0] for key in keys}
         _assert_zero(
             tier.copies.memory, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory"

@@ -179,7 +179,7 @@ class Admission:
                 return None
             if allocation is None and not self._unpin_resumed():
                 return None
-            if not may_fetch or self._cache.tier is None:
+            if not may_fetch or self._cache.tiers is None:
                 break
             blocks = match.blocks[: request.max_resume_tokens // self._block_size]
             if not self._cache.slots.fetch_state(blocks, request.chain.hashes, start, self._block_size):

@@ -1,4 +1,4 @@
-"""Copies of states in pinned host memory, and the tier that a configuration asks for."""
+"""Copies of states in pinned host memory, and the tiers that a configuration asks for."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum
-from .cache.tier import HostTier, StateCopies
+from .cache.state_tiers import StateCopies, StateTiers
 from .pool_sizes import GIGABYTE
 from .request_states import StatePool
 from .state_files import StateFiles
@@ -198,7 +198,7 @@ def _unpin(memory: Tensor, stream: torch.cuda.Stream) -> None:
             _runtime().cudaHostUnregister(memory.data_ptr())
 
 
-def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
+def tiers_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> StateTiers | None:
     """Host memory and files for the durable states of a pool; None without `host_cache_gb`. A collective.
 
     A pool whose slots have no bytes gets indexes alone. ValueError, the same on all ranks, for a budget that
@@ -233,7 +233,7 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
             refused += f"accepted: what this machine has room for: {error}"
     spec.groups.raise_first(refused, spec.device)
     groups, device = spec.groups, spec.device
-    return HostTier(
+    return StateTiers(
         num_slots, copies, num_files=num_files, agree=lambda good: bool(groups.least(int(good), device)),
         scrubs=scrubs, state_bytes=largest,
     )  # fmt: skip

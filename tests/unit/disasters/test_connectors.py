@@ -174,7 +174,7 @@ def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
     texts = [random_tokens(26, 80 + seed) for seed in range(3)]
     for text in texts:
         serve_checked(engine, [text], length=1)
-    tier = engine.context.prefix_cache.tier
+    tier = engine.context.prefix_cache.tiers
     assert tier is not None
     tier.copies.memory[:, ::5] ^= 1  # type: ignore[attr-defined]
     (result,) = serve_checked(engine, [[*texts[0], 1]], length=1)

@@ -26,7 +26,7 @@ from oracle.serving import (
     small_engine,
     small_model,
 )
-from oracle.toy_engine import ask, resumed, tier_of, toy_engine
+from oracle.toy_engine import ask, resumed, tiers_of, toy_engine
 from oracle.workload import assert_idle, counted_moves
 
 HEAD = random_tokens(40, 1)
@@ -214,7 +214,7 @@ def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: 
         assert_cache_is_right(engine)
         for pinned in pins:
             engine.unpin(pinned)
-    assert tier_of(engine).stats().num_states_fetched > 0
+    assert tiers_of(engine).stats().num_states_fetched > 0
     assert resumed(engine) > 0
     assert_idle(engine)
 

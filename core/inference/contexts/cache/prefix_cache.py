@@ -18,7 +18,7 @@ from .paths import CachedPath, PathStep, PlannedState, Reservations, TableRow
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
 from .state_slots import StateSlots
-from .tier import HostTier
+from .state_tiers import StateTiers
 from .unit_borrower import UnitBorrower
 
 
@@ -47,13 +47,13 @@ class PrefixCache:
         slots: the state slots; none where the cache is off.
         reservations: the slots that steps will write.
         pins: the pinned prefixes, and how many blocks they hold.
-        tier: copies of evicted states, in host memory and on the disk; None for no tier.
+        tiers: copies of evicted states, in host memory and on the disk; None for no tier.
     """
 
     def __init__(
         self, num_kv_blocks: int, num_slots: int, block_size_tokens: int,
         eviction_policy: PolicyChoice = "value", *, enabled: bool = True, clock: Clock = time.monotonic_ns,
-        num_live_slots: int = 0, tier: HostTier | None = None, division: MemoryDivision | None = None,
+        num_live_slots: int = 0, tiers: StateTiers | None = None, division: MemoryDivision | None = None,
         cleaner: MemoryCleaner | None = None,
     ) -> None:  # fmt: skip
         """
@@ -66,7 +66,7 @@ class PrefixCache:
             clock: measures the ages of what is evicted, for statistics.
             num_live_slots: additional slots that running requests may use; idle ones hold cached states. With
                 num_slots=10 and num_live_slots=4, up to 14 states are cached while no request runs.
-            tier: keeps evicted states; `HostTier(num_slots)` copies nothing, for a cache without tensors.
+            tiers: keep evicted states; `StateTiers(num_slots)` copies nothing, for a cache without tensors.
             division: of the memory that KV and states share; None where each has its own.
             cleaner: zeroes what becomes free; None for nothing.
         """
@@ -79,10 +79,10 @@ class PrefixCache:
         units = MemoryUnits(division) if division is not None else None
         num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
         self.tree = BlockTree(num_blocks)
-        self.tier = tier
+        self.tiers = tiers
         self.slots = StateSlots(
             num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
-            dirty=cleaner.slots, units=units, tier=tier,
+            dirty=cleaner.slots, units=units, tiers=tiers,
         )  # fmt: skip
         self.cached_states = self.slots.cached_states
         self.reservations = Reservations(self.slots)
@@ -313,8 +313,8 @@ class PrefixCache:
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
-        if self.tier is not None:
-            self.tier.repair()
+        if self.tiers is not None:
+            self.tiers.repair()
         self.reservations.abort()
 
     # ---- pins, eviction, reset
@@ -345,8 +345,8 @@ class PrefixCache:
             path.rolling_block = -1
         for prefix in list(self.pins.held):
             self.pins.unpin(prefix)
-        if self.tier is not None:
-            self.tier.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
         self.slots.clear()  # first: no state may be findable once its block is free
         self.reservations.clear()
         self.kv_blocks.deregister_all()
@@ -357,8 +357,8 @@ class PrefixCache:
         `keep_counts`: whether the counts of what entered and was removed stay; the rest counts as "reset".
         """
         self.pins.clear()
-        if self.tier is not None:
-            self.tier.clear(keep_counts=keep_counts)
+        if self.tiers is not None:
+            self.tiers.clear(keep_counts=keep_counts)
         self.slots.clear(keep_counts=keep_counts, live=True)
         self.reservations.clear()
         try:
@@ -396,7 +396,7 @@ class PrefixCache:
             num_held_kv_blocks=kv.num_held,
             num_kv_blocks_registered=kv_turnover.num_entered,
             kv_blocks_removed_by_cause=kv_turnover.by_cause.copy(),
-            tiers=TierStats() if self.tier is None else self.tier.stats(),
+            tiers=TierStats() if self.tiers is None else self.tiers.stats(),
         )
 
     def check_integrity(
@@ -425,5 +425,5 @@ class PrefixCache:
         num_findable = len(self.cached_states.state_block_of_hash)
         assert num_findable == len(self.cached_states.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
-        if self.tier is not None:
-            self.tier.check_integrity(self.tree.block_of_hash.__contains__)
+        if self.tiers is not None:
+            self.tiers.check_integrity(self.tree.block_of_hash.__contains__)
