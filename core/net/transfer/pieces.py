@@ -244,17 +244,17 @@ def send_pieces(
         checksum = staging.reserve(layout)
         for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
             if len(under_way) == NUM_BUFFERS:
-                wait_for(under_way.popleft().is_done)
+                wait_for(under_way.popleft().poll_done)
             buffer = staging.buffers[index % NUM_BUFFERS][:size]
             with lease.held():
                 copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
             sums.append(checksum(buffer, index))
             if under_way:
-                wait_for(under_way[-1].is_launched)
+                wait_for(under_way[-1].poll_launched)
             under_way.append(pipe.send(buffer, packed))
         if under_way:
-            wait_for(under_way[-1].is_launched)
+            wait_for(under_way[-1].poll_launched)
         return _listed(sums), under_way
 
 
@@ -271,11 +271,11 @@ def receive_pieces(
             for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
                 place = posted % NUM_BUFFERS
                 if under_way:
-                    wait_for(under_way[-1].is_launched)
+                    wait_for(under_way[-1].poll_launched)
                 under_way.append(pipe.receive(staging.buffers[place][: layout.sizes[posted]], free[place]))
             buffer = staging.buffers[index % NUM_BUFFERS][: layout.sizes[index]]
             to_pools = copies.between(piece, buffer)
-            wait_for(under_way[index].is_done)
+            wait_for(under_way[index].poll_done)
             sums.append(checksum(buffer, index))
             with lease.held():
                 copies.scatter(to_pools)

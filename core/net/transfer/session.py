@@ -276,7 +276,7 @@ class Source(Session[Address]):
         sums, under_way = self.exchange(send_pieces, peer, request, blocks, slots)
         peer.send(messages.Checksums(sums))
         for passage in under_way:
-            self.wait_for(passage.is_done, peer, request.over_nccl)
+            self.wait_for(passage.poll_done, peer, request.over_nccl)
         self.staging.scrub()
         self.expect(peer, messages.Received)
 

@@ -268,7 +268,7 @@ def hand_over(simulator: Simulator, random: Random) -> None:
             result: Any = exchange(pipe, Layout, Copies(pool), staging, lease, wait)  # type: ignore[arg-type]
             sums.append(result[0] if pool is source else result)
             for passage in result[1] if pool is source else ():
-                wait(passage.is_done)
+                wait(passage.poll_done)
             staging.scrub()
         except TransferError:
             staging.make_engine_wait()

@@ -230,10 +230,10 @@ def test_pieces_of_another_length(
 class Gone:
     """The passage of a piece that is acknowledged at once."""
 
-    def is_launched(self) -> bool:
+    def poll_launched(self) -> bool:
         return True
 
-    def is_done(self) -> bool:
+    def poll_done(self) -> bool:
         return True
 
 
