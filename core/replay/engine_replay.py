@@ -72,7 +72,7 @@ class Arrivals:
         """A time before which no request arrives, as long as no answer ends; None for never."""
         return self.next_ns
 
-    def due(self, now_ns: int) -> Sequence[int]:
+    def take_due(self, now_ns: int) -> Sequence[int]:
         """Take the numbers of the requests that have arrived by now, in the order of arrival."""
         found = []
         while self._upcoming and self._upcoming[0][0] <= now_ns:
@@ -177,7 +177,7 @@ class EngineReplay:
 
     def _schedule(self) -> Batch:
         """The requests of the next step, among them those that have arrived by now."""
-        while numbers := self.arrivals.due(self.now_ns):
+        while numbers := self.arrivals.take_due(self.now_ns):
             for number in numbers:
                 self._add(number)
         return self.scheduler.schedule()

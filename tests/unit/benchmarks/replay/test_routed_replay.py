@@ -253,7 +253,7 @@ def test_each_request_is_served_once_and_the_router_learns_all_states(
     whole = sum(len(one.prompt) + len(one.answer) for one in trace.requests)
     computed = sum(one.num_computed_tokens for one in result.replicas)
     assert computed == whole - result.resumed_tokens
-    for events in replay.channel.due(10**18):  # what was on its way at the end
+    for events in replay.channel.take_due(10**18):  # what was on its way at the end
         router.apply(events)
     assert result.num_events == len(router.events)
     num_keys = sum(len(events.inserted) + len(events.removed) for events in router.events)
