@@ -171,19 +171,14 @@ class Admission:
             return self._schedule_decode(request, allocation)
         assert allocation is not None or self._free_rows, "more requests are scheduled than there are rows"
         num_computed = allocation.num_computed if allocation is not None else 0
-        for may_fetch in (True, False):
-            match = self.match(request)
-            start = max(num_computed, match.resume_tokens)
-            stop = self._stop(start, len(request.tokens), token_budget)
-            if stop <= start or not self._can_hold(request, match, stop):
+        if (part := self._part(request, token_budget)) is None:
+            return None
+        match, start, stop = part
+        fetchable = match.blocks[: request.max_resume_tokens // self._block_size]
+        if self._cache.slots.fetch_state(fetchable, request.chain.hashes, start, self._block_size):
+            if (part := self._part(request, token_budget)) is None:  # states have changed
                 return None
-            if allocation is None and not self._unpin_resumed():
-                return None
-            if not may_fetch or self._cache.tiers is None:
-                break
-            blocks = match.blocks[: request.max_resume_tokens // self._block_size]
-            if not self._cache.slots.fetch_state(blocks, request.chain.hashes, start, self._block_size):
-                break
+            match, start, stop = part
         resumes, admits = match.resume_tokens > num_computed, allocation is None
         if allocation is None:
             request.shared_tokens = self._shared_tokens(request, match, waiting)
@@ -202,6 +197,19 @@ class Admission:
             boundaries=self._boundaries(allocation, start, stop), num_resumed=start - num_computed,
             spans=allocation.spans, admits=admits,
         )  # fmt: skip
+
+    def _part(self, request: DynamicInferenceRequest, budget: int) -> tuple[PrefixMatch, int, int] | None:
+        """A request's match, and tokens [start, stop) to compute next; None: blocks or live slots lack."""
+        match = self.match(request)
+        allocation = request.allocation
+        num_computed = allocation.num_computed if allocation is not None else 0
+        start = max(num_computed, match.resume_tokens)
+        stop = self._stop(start, len(request.tokens), budget)
+        if stop <= start or not self._can_hold(request, match, stop):
+            return None
+        if allocation is None and not self._unpin_resumed():
+            return None
+        return match, start, stop
 
     def _schedule_decode(
         self, request: DynamicInferenceRequest, allocation: Allocation
