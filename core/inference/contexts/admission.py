@@ -242,8 +242,8 @@ class Admission:
         num_blocks = sum(needs_kv + num_input_blocks for needs_kv, num_input_blocks in missing)
         return not num_blocks or self._cache.kv_blocks.is_memory_available(num_blocks)
 
-    def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
-        """The decode with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
+    def add_drafts(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
+        """Allocate free KV blocks for as many of the drafts `tokens` as fit; the decode with these drafts."""
         path = scheduled.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -scheduled.stop % self._chunk_size - 1)]

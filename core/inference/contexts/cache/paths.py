@@ -287,7 +287,7 @@ class Reservations:
             self._policy.discard_planned(prefix_hash)
         self.clear()
         self._policy.remove_planned(None)  # also what an interrupted `plan` planned
-        self._slots.release()
+        self._slots.release_all()
 
     def clear(self) -> None:
         """Expect no state any more; the caller clears slots and policy."""

@@ -124,13 +124,15 @@ class StateSlots:
             results.append(-1 if gone else self.cached_states.slot_of(block))
         return results
 
-    def release(self, slots: Sequence[int] | None = None) -> None:
-        """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
-        if slots is None:
-            slots = [slot for slot in self.reserved if slot not in self.pins]
+    def release(self, slots: Sequence[int]) -> None:
+        """Free reserved slots without committing them."""
         for slot in slots:
             del self.reserved[slot]
         self._add_free(slots)
+
+    def release_all(self) -> None:
+        """Free all reserved slots that are not pinned."""
+        self.release([slot for slot in self.reserved if slot not in self.pins])
 
     def fetch_state(
         self, blocks: Sequence[int], hashes: Sequence[int], start: int, block_size_tokens: int
@@ -208,8 +210,8 @@ class StateSlots:
 
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
-    def allocate(self, blocks: Sequence[int]) -> list[int]:
-        """Commit a slot, without a hash, for each block; a block has one slot at most."""
+    def allocate_committed(self, blocks: Sequence[int]) -> list[int]:
+        """Allocate and commit a slot, without a hash, for each block; a block has one slot at most."""
         slot_of_block = self.cached_states.slot_of_block
         new, protected = blocks, []
         if len(set(blocks)) < len(blocks) or not slot_of_block.keys().isdisjoint(blocks):

@@ -478,7 +478,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
         stateless = [slots.cached_states.block_of(eviction_order(slots)[0])]
         assert slots.remove_unpinned(stateless[0])
     before = export_prefixes(source)
-    allocated = slots.allocate(stateless[:1])
+    allocated = slots.allocate_committed(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
     slots.cached_states.set_hashes(stateless[:1], allocated, [kv.tree.hash_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
