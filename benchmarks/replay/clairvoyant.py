@@ -10,7 +10,8 @@ from block_cache import BlockCache, StateSlots, TakenStates
 from block_rows import num_kv_blocks, num_state_slots
 from blocks import ROOT, BlockIndex, block_index
 from loop import RequestLoop
-from mambaslots.replay.setting import ComparedCache, ReplayResult, ReplaySetting
+from mambaslots.replay.compared_caches import ComparedCache
+from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 

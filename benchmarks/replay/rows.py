@@ -17,7 +17,7 @@ from block_rows import BlockRow, StockRow, capped_slots
 from clairvoyant import CEILING
 from mambaslots.cli.options import Parser, comma_list, new_file
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
-from mambaslots.replay.compared_caches import UNLIMITED, OwnCache
+from mambaslots.replay.compared_caches import UNLIMITED, ComparedCache, OwnCache
 from mambaslots.replay.report import (
     Cell,
     CellResult,
@@ -30,7 +30,6 @@ from mambaslots.replay.report import (
     table,
     unlimited_shares,
 )
-from mambaslots.replay.setting import ComparedCache
 from marconi_row import MarconiRow
 from processes import add_jobs, replay_cells
 from sglang_row import SGLangRow

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,16 @@ from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
 
 _MAX_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
+
+
+class ComparedCache(Protocol):
+    """A cache with its policies, which a table compares with others under its `name`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
+        """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
 def pool_counts(setting: ReplaySetting) -> tuple[int, int]:

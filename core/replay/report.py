@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from .compared_caches import UNLIMITED
+from .compared_caches import UNLIMITED, ComparedCache
 from .generate import KINDS, generate
 from .read_trace import read_trace
-from .setting import ComparedCache, ReplayResult, ReplaySetting
+from .setting import ReplayResult, ReplaySetting
 from .trace import Trace
 
 _UNLIMITED = "unlimited pool"

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..files import CONFIG, check_served
-from .trace import Trace
 
 if TYPE_CHECKING:
     from ..state_spec import HybridStateSpec
@@ -101,16 +100,6 @@ class ReplayResult:
     def share(self) -> float:
         """Resumed tokens / prompt tokens."""
         return self.resumed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-class ComparedCache(Protocol):
-    """A cache with its policies, which a table compares with others under its `name`."""
-
-    @property
-    def name(self) -> str: ...
-
-    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
 MODELS = ("nemotron-h-8b", "qwen3.5-35b")
