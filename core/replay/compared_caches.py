@@ -7,14 +7,12 @@ from typing import Any, Protocol
 import torch
 
 from ..config import InferenceConfig
-from ..inference.contexts.pool_sizes import GIGABYTE
+from ..inference.contexts.pool_sizes import GIGABYTE, MAX_NAMES
 from ..named_policies import cache_changes
 from ..state_spec import HybridStateSpec, StateTensor
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
-
-_MAX_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
 
 
 class ComparedCache(Protocol):
@@ -43,7 +41,7 @@ def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
         state_bytes, kv_bytes = setting.state_gb * GIGABYTE, setting.kv_gb * GIGABYTE
     block_bytes = shape.kv_bytes_per_token * setting.block_size_tokens
     num_slots = int(state_bytes // shape.durable_state_bytes)
-    num_blocks = int(kv_bytes // block_bytes) if block_bytes else _MAX_NAMES
+    num_blocks = int(kv_bytes // block_bytes) if block_bytes else MAX_NAMES
     if num_slots < 1 or num_blocks < 1:
         raise ValueError(
             f"{named}; accepted for {shape.name}: one state of {shape.durable_state_bytes} bytes and "
