@@ -42,7 +42,7 @@ class Session[Key](ABC):
         """Begin the first call. `nccl`: what this rank can use; None to do without."""
         self.store, self.nccl, self.device = store, nccl, access.spec.device
         self.lease = PoolLease()
-        self.staging = Staging(self.device, access.engine.config.free_memory == "zero")
+        self.staging = Staging(self.device, scrubs=access.engine.config.free_memory == "zero")
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", by which pieces went last
         self.num_bytes = 0  # of the last hand-over
@@ -150,7 +150,7 @@ class Session[Key](ABC):
                 peer.link.close()
             if peer.nccl_pipe is not None and not peer.nccl_pipe.close():
                 _leaked.append(self.staging)
-                self.staging = Staging(self.device, self.staging.scrubs)
+                self.staging = Staging(self.device, scrubs=self.staging.scrubs)
 
     def close(self, reason: str = "") -> None:
         """End all connections."""
