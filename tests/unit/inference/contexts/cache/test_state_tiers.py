@@ -192,6 +192,18 @@ def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None
     assert torch.equal(copies.memory[0], states[1])
 
 
+def test_a_removed_copy_is_zeroed() -> None:
+    states = torch.arange(1, 129, dtype=torch.uint8).view(2, 64)
+    copies = HostCopies(2, 64, states.__getitem__, torch.device("cpu"), None, True)
+    tiers = StateTiers(2, copies, scrubs=True)
+    tiers.spill([0, 1], [11, 22])
+    kept, _ = tiers.host.entries[22]
+    tiers.remove([11])
+    tiers.host.dirty.scrub()
+    assert not copies.memory[1 - kept].any()
+    assert torch.equal(copies.memory[kept], states[1])
+
+
 def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     """The sequence would have resumed from the state that left for the bad copy."""
     memory = torch.zeros(1, BYTES, dtype=torch.uint8)
