@@ -31,9 +31,7 @@ def chains_of(trace: Trace, block_size_tokens: int) -> Sequence[PrefixHashChain]
 
 def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]) -> PrefixHashChain:
     chain = PrefixHashChain(size)
-    content, width = np.concatenate([prompt, answer]).astype("<u4").tobytes(), 4 * size
-    for first in range(0, len(content) - width + 1, width):
-        chain.append(content[first : first + width])
+    chain.extend_to(np.concatenate([prompt, answer]))
     blocks = zip(chain.hashes, chain.tokens, strict=True)
     chain.tokens = [contents.setdefault(prefix_hash, content) for prefix_hash, content in blocks]
     return chain
