@@ -128,9 +128,8 @@ class UnlimitedCache:
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.hashes for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
-        config = _config(
-            trace, setting, {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}
-        )
+        memory = {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}
+        config = _config(trace, setting, memory)
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
