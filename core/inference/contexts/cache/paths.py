@@ -159,11 +159,9 @@ class Reservations:
         if not (certain or guessed):
             return list(steps)
         by_worth = sorted(certain, key=lambda prefix_hash: KINDS_BY_WORTH.index(certain[prefix_hash][1].kind))
-        wanted = by_worth
-        if max_inner_states is not None:
-            inner = [prefix_hash for prefix_hash in by_worth if _is_inner(*certain[prefix_hash])]
-            beyond = set(inner[max_inner_states:])
-            wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
+        inner = [] if max_inner_states is None else [each for each in by_worth if _is_inner(*certain[each])]
+        beyond = set(inner[max_inner_states:])
+        wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
         if not self._policy.refuses:
             planned = map(certain.__getitem__, wanted)
             decoding = [step.path for step, boundary in planned if boundary.kind == "decode"]
