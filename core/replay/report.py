@@ -121,8 +121,7 @@ def _lines(results: Sequence[CellResult], text: Callable[[CellResult], str], not
     for name in names:
         texts = [known.get((name, setting), "-") for setting in settings]
         yield name.ljust(left) + "".join(text.rjust(width) for text, width in zip(texts, widths, strict=True))
-    share = unlimited_shares(results).get(first.trace)
-    if share is not None:
+    if (share := unlimited_shares(results).get(first.trace)) is not None:
         yield f"{_UNLIMITED.ljust(left)}{f'{100 * share:.1f}'.rjust(widths[0])}"
     for name in names:
         yield from _losses(name, [outcome for outcome in cells if outcome.cell.cache.name == name])

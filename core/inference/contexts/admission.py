@@ -126,8 +126,7 @@ class Admission:
         if self._shares_pool:
             assert self._cache.slots.live_slots == set(live), "a live slot leaked"
         for row in range(num_rows):
-            request = self._requests.get(row)
-            if request is None:
+            if (request := self._requests.get(row)) is None:
                 assert (self.block_table[row] == -1).all(), "a free row has blocks"
                 continue
             allocation = request.allocation

@@ -331,8 +331,7 @@ class MambaSlotAllocator:
             return
         branch_tokens = (ceil_div(finished, block) + num_matched_blocks) * block if num_matched_blocks else 0
         branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
-        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
-        if boundaries:
+        if boundaries := checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens):
             blocks = context.request_to_kv_block_ids[row].tolist()
             self.num_dropped += self._planned.add(row, start, stop, boundaries, blocks)
 

@@ -158,8 +158,7 @@ class HostCopies(StateCopies):
             return False
         self._synchronise()
         self._versions[host_slot] += 1
-        checksum = self._files.load(file, serial, self.memory[host_slot])
-        if checksum is None:
+        if (checksum := self._files.load(file, serial, self.memory[host_slot])) is None:
             return False
         self._sums[host_slot] = checksum
         if self._sums_for_files is not None:

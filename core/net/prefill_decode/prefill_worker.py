@@ -240,8 +240,7 @@ class PrefillSession:
             while True:
                 question = await self.questions.get()
                 if isinstance(question, Cancel):
-                    computing = self._computing.get(question.number)
-                    if computing is not None:
+                    if (computing := self._computing.get(question.number)) is not None:
                         computing.cancel()
                 elif isinstance(question, Prefill) and question.number not in self._computing:
                     prefill = self._prefill(question, channel)

@@ -173,8 +173,7 @@ class PrefixCache:
         Raises:
             ValueError: `table_row` has fewer entries than the match has blocks; nothing is changed.
         """
-        shared = list(match.blocks[path.num_registered :])
-        if shared:
+        if shared := list(match.blocks[path.num_registered :]):
             path.check_fits(len(match.blocks))
             own = path.blocks[path.num_registered :]
             self.kv_blocks.add_references(shared)
@@ -196,8 +195,7 @@ class PrefixCache:
 
     def trim(self, path: CachedPath, num_blocks: int) -> None:
         """Release all but the path's first `num_blocks` blocks; the released ones must not be registered."""
-        surplus = path.blocks[num_blocks:]
-        if surplus:
+        if surplus := path.blocks[num_blocks:]:
             path.replace(num_blocks, [])
             self.kv_blocks.release_memory_blocks(surplus)
 
@@ -326,8 +324,7 @@ class PrefixCache:
             ValueError: no boundary of the prefix has a state.
             MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
         """
-        blocks = self._resumable_blocks(chain)
-        if not blocks:
+        if not (blocks := self._resumable_blocks(chain)):
             raise ValueError(
                 f"chain has {len(chain.hashes)} whole blocks; accepted: one of a prefix with a cached state"
             )

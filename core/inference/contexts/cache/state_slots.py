@@ -274,8 +274,7 @@ class StateSlots:
         """Remove the states of blocks, and free their slots; `with_blocks`: these are evicted, too."""
         if with_blocks:
             self.remove_copies(blocks)
-        slots = self.cached_states.remove(blocks, cause)
-        if slots:
+        if slots := self.cached_states.remove(blocks, cause):
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
                 self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot

@@ -250,8 +250,7 @@ class StateTiers:
         """Remove the copies under these hashes."""
         listed = list(hashes)
         self.host.remove(listed)
-        gone = self.files.remove(listed)
-        if gone:
+        if gone := self.files.remove(listed):
             self.copies.delete(gone)
 
     def clear(self, *, keep_counts: bool = True) -> None:
