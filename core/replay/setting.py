@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import CONFIG, check_served
+from ..validation import refused
 
 if TYPE_CHECKING:
     from ..state_spec import HybridStateSpec
@@ -118,14 +119,12 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
         ImportError: a config is given, and transformers is not installed.
     """
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
+        raise refused("state_dtype", state_dtype, ", ".join(STATE_DTYPES))
     if model in MODELS:
         return shape_of(model, *_known_model(model), state_dtype)
     path = Path(model)
     if not path.exists():
-        raise ValueError(
-            f"model is {model!r}; accepted: {', '.join(MODELS)}, or the path of a config.json that is there"
-        )
+        raise refused("model", model, f"{', '.join(MODELS)}, or the path of a config.json that is there")
     check_served(path / CONFIG if path.is_dir() else path)
     import torch
 

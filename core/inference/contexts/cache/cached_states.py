@@ -182,9 +182,7 @@ class CachedStates:
         assert all(self._block_of_slot[slot] == slots[slot] for slot in slots), "a slot's block is another"
         assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
         assert self.used_slots <= slots.keys(), "a slot without a state counts as used"
-        hashes = {
-            prefix_hash: block for slot, block in slots.items() if (prefix_hash := self._hash_of_slot[slot])
-        }
+        hashes = {each: block for slot, block in slots.items() if (each := self._hash_of_slot[slot])}
         assert hashes == self.state_block_of_hash, "a state's hash is another"
         for prefix_hash, block in hashes.items():
             assert self.tree.hash_of(block) == prefix_hash, f"block {block} has a state of another hash"
