@@ -204,7 +204,7 @@ class Side:
             self.meet()
             started = time.perf_counter()
             passage = (pipe.receive if self.number else pipe.send)(buffer, None)
-            while not passage.is_done():
+            while not passage.poll_done():
                 pass
             times.append(time.perf_counter() - started)
         self.meet()

@@ -72,7 +72,7 @@ class InferenceConfig:
             the other settings allow it and the check passes; else off, and `describe()` says why.
 
     Memory:
-        free_memory: what free memory holds: states, KV blocks, inputs of decodes, rows of host memory, files.
+        free_memory: what free states, KV blocks, inputs of decodes, slots of host memory and files hold.
             "keep": stale values. "zero": zeros before another request can get it, which costs a write of what
             is freed.
 

@@ -59,7 +59,7 @@ class BlockRow:
     slots: StatesFactory = StateSlots
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """See `ReplayRow.replay`."""
+        """See `ComparedCache.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         states = self.slots(index, num_state_slots(setting))
         cache = BlockCache(index, num_kv_blocks(setting, index.block_size), states, self.plan)
@@ -114,7 +114,7 @@ class StockRow:
     name: str = "megatron-core"
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """See `ReplayRow.replay`."""
+        """See `ComparedCache.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         slots = KVRecencySlots(index, max(0, num_state_slots(setting) - num_scratch_slots(setting)))
         kv_blocks = num_kv_blocks(setting, index.block_size)

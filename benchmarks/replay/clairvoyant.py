@@ -10,7 +10,8 @@ from block_cache import BlockCache, StateSlots, TakenStates
 from block_rows import num_kv_blocks, num_state_slots
 from blocks import ROOT, BlockIndex, block_index
 from loop import RequestLoop
-from mambaslots.replay.setting import ReplayResult, ReplayRow, ReplaySetting
+from mambaslots.replay.compared_caches import ComparedCache
+from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 
 
@@ -235,7 +236,7 @@ class ClairvoyantRow:
     plans: bool = False
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """See `ReplayRow.replay`."""
+        """See `ComparedCache.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         future = KnownFuture(trace, index)
         num_slots = num_state_slots(setting)
@@ -250,7 +251,7 @@ class ClairvoyantRow:
         return RequestLoop(trace, index.paths, cache, setting).run()
 
 
-CEILING: tuple[ReplayRow, ...] = (
+CEILING: tuple[ComparedCache, ...] = (
     ClairvoyantRow("belady", soonest),
     ClairvoyantRow("belady-tokens", largest),
     ClairvoyantRow("belady-density", densest),

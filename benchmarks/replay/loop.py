@@ -107,7 +107,7 @@ class RequestLoop:
         """Serve all requests, and say what came of it."""
         total = len(self._trace.requests)
         while self._num_ended < total:
-            self._waiting.extend(map(self._request, self._arrivals.due(self._now_ns)))
+            self._waiting.extend(map(self._request, self._arrivals.take_due(self._now_ns)))
             if self._waiting or self._running:
                 self._step()
             else:

@@ -193,7 +193,7 @@ class MarconiRow:
     name: str = "marconi"
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """See `ReplayRow.replay`."""
+        """See `ComparedCache.replay`."""
         index = block_index(trace, setting.block_size_tokens)
         states = partial(MarconiSlots, index, num_state_slots(setting), setting.shape)
         kv_blocks = num_kv_blocks(setting, index.block_size)

@@ -16,7 +16,7 @@ from typing import Any
 from mambaslots.cli.options import Parser, comma_list, count, new_file, positive
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
 from mambaslots.inference.contexts.cache.pool_stats import NANOSECONDS
-from mambaslots.replay.cache_rows import config_of, spec_of
+from mambaslots.replay.compared_caches import config_of, spec_of
 from mambaslots.replay.engine_replay import Arrivals, EngineReplay
 from mambaslots.replay.report import TraceSource, budget_head, load_trace, plain_setting
 from mambaslots.replay.setting import ReplaySetting, StepCost

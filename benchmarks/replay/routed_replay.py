@@ -169,7 +169,7 @@ class EventChannel:
         self.num_events += 1
         self.num_bytes += len(msgspec.msgpack.encode(events))
 
-    def due(self, now_ns: int) -> list[StateEvents]:
+    def take_due(self, now_ns: int) -> list[StateEvents]:
         """Take the messages that have arrived by now, in the order of their arrival."""
         found = []
         while self._upcoming and self._upcoming[0][0] <= now_ns:
@@ -314,7 +314,7 @@ class Replica:
     def horizon_ns(self) -> int | None:
         return self._outside.horizon_ns(self)
 
-    def due(self, now_ns: int) -> Sequence[int]:
+    def take_due(self, now_ns: int) -> Sequence[int]:
         self._outside.route_until(now_ns)
         found = []
         while self._inbox and self._inbox[0][0] <= now_ns:
@@ -446,9 +446,9 @@ class RoutedReplay:
     def route_until(self, now_ns: int) -> None:
         """Send all requests to replicas that have come by now, each at its time."""
         while (coming_ns := self._arrivals.next_ns) is not None and coming_ns <= now_ns:
-            for events in self.channel.due(coming_ns):
+            for events in self.channel.take_due(coming_ns):
                 self._router.apply(events)
-            for number in self._arrivals.due(coming_ns):
+            for number in self._arrivals.take_due(coming_ns):
                 self._route(number, coming_ns)
 
     def horizon_ns(self, replica: Replica) -> int | None:

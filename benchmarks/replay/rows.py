@@ -17,7 +17,7 @@ from block_rows import BlockRow, StockRow, capped_slots
 from clairvoyant import CEILING
 from mambaslots.cli.options import Parser, comma_list, new_file
 from mambaslots.cli.replay import add_options, asked_of, settings_of, sources_of
-from mambaslots.replay.cache_rows import UNLIMITED, PolicyRow
+from mambaslots.replay.compared_caches import UNLIMITED, ComparedCache, OwnCache
 from mambaslots.replay.report import (
     Cell,
     CellResult,
@@ -30,14 +30,13 @@ from mambaslots.replay.report import (
     table,
     unlimited_shares,
 )
-from mambaslots.replay.setting import ReplayRow
 from marconi_row import MarconiRow
 from processes import add_jobs, replay_cells
 from sglang_row import SGLangRow
 from vllm_row import VLLMRow
 
 _USED_NODE = TakenStates(tail=True, branch=True, step_ends=True, decode=True)
-PEERS: tuple[ReplayRow, ...] = (
+PEERS: tuple[ComparedCache, ...] = (
     StockRow(),
     BlockRow("every-block", TakenStates(every=True)),
     BlockRow("tail", TakenStates(tail=True)),
@@ -50,7 +49,7 @@ PEERS: tuple[ReplayRow, ...] = (
     SGLangRow("sglang-coverage", thins=True),
     VLLMRow(),
 )
-ROWS = {row.name: row for row in (PolicyRow(), PolicyRow("lru"), *PEERS, *CEILING)}
+ROWS = {row.name: row for row in (OwnCache(), OwnCache("lru"), *PEERS, *CEILING)}
 GROUPS = {
     "all": tuple(ROWS),
     "peers": tuple(row.name for row in PEERS),
@@ -63,7 +62,7 @@ def ceiling_share(results: Iterable[CellResult], one: CellResult) -> float | Non
     shares = (
         other.share
         for other in results
-        if other.cell.row in CEILING and other.cell.setting == one.cell.setting and other.trace == one.trace
+        if other.cell.cache in CEILING and other.cell.setting == one.cell.setting and other.trace == one.trace
     )
     return max((share for share in shares if share is not None), default=None)
 
@@ -114,7 +113,7 @@ def main() -> None:
 
 
 def _plain(results: Sequence[CellResult], one: CellResult) -> dict[str, Any]:
-    ceiling = None if one.cell.row == UNLIMITED else ceiling_share(results, one)
+    ceiling = None if one.cell.cache == UNLIMITED else ceiling_share(results, one)
     share = one.share / ceiling if ceiling and one.share is not None else None
     return as_plain(one) | {"share_of_ceiling": share}
 
@@ -126,10 +125,10 @@ def draw(results: Sequence[CellResult], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    cells = [one for one in results if one.cell.row != UNLIMITED and one.share is not None]
+    cells = [one for one in results if one.cell.cache != UNLIMITED and one.share is not None]
     traces = list(dict.fromkeys(one.trace for one in cells))
     kinds = list(dict.fromkeys(budget_of(one.cell.setting)[0] for one in cells))
-    rows = list(dict.fromkeys(one.cell.row.name for one in cells))
+    rows = list(dict.fromkeys(one.cell.cache.name for one in cells))
     colours = plt.get_cmap("tab20").colors
     unlimited = unlimited_shares(results)
     size = (4.2 * max(1, len(traces)) + 2.4, 3.6 * max(1, len(kinds)) + 0.6)
@@ -148,7 +147,7 @@ def draw(results: Sequence[CellResult], path: Path) -> None:
                 points = sorted(
                     (budget_of(one.cell.setting)[1], 100 * (one.share or 0.0))
                     for one in cells
-                    if (one.trace, one.cell.row.name, budget_of(one.cell.setting)[0]) == (trace, row, kind)
+                    if (one.trace, one.cell.cache.name, budget_of(one.cell.setting)[0]) == (trace, row, kind)
                 )
                 if points:
                     axes.plot(*zip(*points, strict=True), label=row, **_style(row, number, colours))

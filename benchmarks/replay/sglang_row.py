@@ -156,7 +156,7 @@ class SGLangRow:
     thins: bool = False
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """See `ReplayRow.replay`."""
+        """See `ComparedCache.replay`."""
         index = block_index(trace, setting.shape.grid_tokens)
         per_request = 0
         if setting.total_gb is None:

@@ -182,7 +182,7 @@ class VLLMRow:
     name: str = "vllm"
 
     def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """See `ReplayRow.replay`."""
+        """See `ComparedCache.replay`."""
         shape = setting.shape
         if not shape.kv_bytes_per_token:
             raise ValueError(f"{shape.name} has no attention; accepted: a model with KV")

@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--state-dtype", choices=STATE_DTYPES, help="of cached states (default: the model's)")
     add_group(parser, "cache", None, (
         ("--policy", comma_list(str), None, "LIST",
-         "eviction policies, a row each: names, or FILE.py:Class (default: the engine's)"),
+         "eviction policies, a line each: names, or FILE.py:Class (default: the engine's)"),
         ("--plan", str, None, "PLAN", f"which states are cached: {PLAN_SYNTAX}; or FILE.py:Class"),
     ))  # fmt: skip
     add_json(parser, "all results")
@@ -58,12 +58,12 @@ def run(options: argparse.Namespace) -> int:
         cache_changes(policy, options.plan)  # a wrong option is refused before torch is imported
     settings = settings_of(options)
     from ..replay import report
-    from ..replay.cache_rows import UNLIMITED, PolicyRow
+    from ..replay.compared_caches import UNLIMITED, OwnCache
 
-    rows = [PolicyRow(policy, options.plan) for policy in options.policy]
-    cells = []  # trace by trace, budget by budget, row by row; the unlimited pool once a trace
+    caches = [OwnCache(policy, options.plan) for policy in options.policy]
+    cells = []  # trace by trace, budget by budget, cache by cache; the unlimited pool once a trace
     for source in sources_of(options):
-        cells += [report.Cell(source, row, setting) for setting in settings for row in rows]
+        cells += [report.Cell(source, cache, setting) for setting in settings for cache in caches]
         cells.append(report.Cell(source, UNLIMITED, settings[0]))
     results = []
     begun_s = time.monotonic()
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         done = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
         print(f"replay: {done}", file=sys.stderr)
     unlimited = report.unlimited_shares(results)
-    answered = list(dict.fromkeys(report.sizing_sentences(results, unlimited, rows[0].name)))
+    answered = list(dict.fromkeys(report.sizing_sentences(results, unlimited, caches[0].name)))
     print(report.table(results))
     print("\nHow much memory do I give it?")
     for sentence in answered:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             "results": [report.as_plain(result) for result in results], "answers": answered,
         }  # fmt: skip
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    served = any(result.share is not None for result in results if result.cell.row != UNLIMITED)
+    served = any(result.share is not None for result in results if result.cell.cache != UNLIMITED)
     return 0 if served else 1
 
 

@@ -146,7 +146,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         blocks = self._checked_blocks(block_ids)
         if hasattr(self.context.kv_block_allocator, "pool_size"):
             self._evict_as_host(blocks)
-        return self.slots.allocate(blocks)
+        return self.slots.allocate_committed(blocks)
 
     def _evict_as_host(self, blocks: Sequence[int]) -> None:
         """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
@@ -180,7 +180,7 @@ class HostSlotAllocator(MambaSlotAllocator):
             stateless = [b for b in dict.fromkeys(lacking) if b not in reserved][: self.free_count]
             if stateless:
                 _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
-                slots = self.slots.allocate(stateless)
+                slots = self.slots.allocate_committed(stateless)
                 for tensor in self._host_states.durable:
                     tensor[:, slots] = 0
             hashes = [prefix_hash for b, prefix_hash in named if b in slot_of_block]
@@ -233,7 +233,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
         self.unpin_restores()
         self._clear_planned()
-        self.slots.release()
+        self.slots.release_all()
 
     def reset(self) -> None:
         super().reset()

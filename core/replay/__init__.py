@@ -6,7 +6,7 @@ folder, for `setting`.
 trace, read_trace                    requests in their order, and a line of a file; files
 recorder, hashed_requests, generate  an engine's own traffic as hashes; tokens for hashes; made-up traces
 setting                              sizes of a model, memory and limits
-engine_replay, cache_rows            one replay; the policies that are compared
+engine_replay, compared_caches       one replay; the caches that are compared
 report                               the table, and how much memory to give
 """
 
@@ -18,7 +18,7 @@ from .read_trace import read_trace
 from .setting import model_shape
 
 if TYPE_CHECKING:
-    from .cache_rows import replay
+    from .compared_caches import replay
 
 __all__ = ["generate", "model_shape", "read_trace", "replay"]
 

@@ -31,9 +31,7 @@ def chains_of(trace: Trace, block_size_tokens: int) -> Sequence[PrefixHashChain]
 
 def _chain(prompt: Tokens, answer: Tokens, size: int, contents: dict[int, bytes]) -> PrefixHashChain:
     chain = PrefixHashChain(size)
-    content, width = np.concatenate([prompt, answer]).astype("<u4").tobytes(), 4 * size
-    for first in range(0, len(content) - width + 1, width):
-        chain.append(content[first : first + width])
+    chain.extend_to(np.concatenate([prompt, answer]))
     blocks = zip(chain.hashes, chain.tokens, strict=True)
     chain.tokens = [contents.setdefault(prefix_hash, content) for prefix_hash, content in blocks]
     return chain
@@ -72,7 +70,7 @@ class Arrivals:
         """A time before which no request arrives, as long as no answer ends; None for never."""
         return self.next_ns
 
-    def due(self, now_ns: int) -> Sequence[int]:
+    def take_due(self, now_ns: int) -> Sequence[int]:
         """Take the numbers of the requests that have arrived by now, in the order of arrival."""
         found = []
         while self._upcoming and self._upcoming[0][0] <= now_ns:
@@ -177,7 +175,7 @@ class EngineReplay:
 
     def _schedule(self) -> Batch:
         """The requests of the next step, among them those that have arrived by now."""
-        while numbers := self.arrivals.due(self.now_ns):
+        while numbers := self.arrivals.take_due(self.now_ns):
             for number in numbers:
                 self._add(number)
         return self.scheduler.schedule()

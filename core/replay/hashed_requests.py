@@ -34,8 +34,7 @@ def infer_lineage(lines: Sequence[TraceLine], head: int) -> Lineage:
     for index, line in enumerate(lines):
         path, size = line.blocks, line.hash_tokens
         whole = line.num_prompt // size
-        before = _before(line, lines, ends, head)
-        if before is not None:
+        if (before := _before(line, lines, ends, head)) is not None:
             sessions[index] = sessions[before]
             earlier, depth = lines[before], len(lines[before].blocks)
             block = int(path[depth]) if depth < len(path) else line.partial

@@ -1,14 +1,14 @@
-"""Rows on traces in settings, as cells of a table, and a sentence: how much memory to give."""
+"""Caches on traces in settings, as cells of a table, and a sentence: how much memory to give."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from .cache_rows import UNLIMITED
+from .compared_caches import UNLIMITED, ComparedCache
 from .generate import KINDS, generate
 from .read_trace import read_trace
-from .setting import ReplayResult, ReplayRow, ReplaySetting
+from .setting import ReplayResult, ReplaySetting
 from .trace import Trace
 
 _UNLIMITED = "unlimited pool"
@@ -43,16 +43,16 @@ def load_trace(source: TraceSource) -> Trace:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row on one trace in one setting."""
+    """One cache on one trace in one setting."""
 
     source: TraceSource
-    row: ReplayRow
+    cache: ComparedCache
     setting: ReplaySetting
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell; None, with a refusal, where the row cannot serve in the setting."""
+    """The result of a cell; None, with a refusal, where the cache cannot serve in the setting."""
 
     cell: Cell
     trace: str
@@ -67,11 +67,11 @@ class CellResult:
 
 
 def replay_cell(cell: Cell) -> CellResult:
-    """Replay one cell. A ValueError of the row becomes the cell's refusal."""
+    """Replay one cell. A ValueError of the cache becomes the cell's refusal."""
     trace = load_trace(cell.source)
     number = len(trace.requests)
     try:
-        result = cell.row.replay(trace, cell.setting)
+        result = cell.cache.replay(trace, cell.setting)
     except ValueError as error:
         return CellResult(cell, trace.name, number, None, str(error))
     saved = None
@@ -87,7 +87,7 @@ def unlimited_shares(results: Iterable[CellResult]) -> dict[str, float]:
     return {
         outcome.trace: outcome.share
         for outcome in results
-        if outcome.cell.row == UNLIMITED and outcome.share is not None
+        if outcome.cell.cache == UNLIMITED and outcome.share is not None
     }
 
 
@@ -96,7 +96,7 @@ def percent(outcome: CellResult) -> str:
 
 
 def table(results: Sequence[CellResult], text: Callable[[CellResult], str] = percent, note: str = "") -> str:
-    """A table for each trace: a line a row, a column a budget; `text` of each cell, `note` in the title."""
+    """A table for each trace: a line a cache, a column a budget; `text` of each cell, `note` in the title."""
     return "\n\n".join(
         "\n".join(_lines([outcome for outcome in results if outcome.trace == trace], text, note))
         for trace in dict.fromkeys(outcome.trace for outcome in results)
@@ -104,7 +104,7 @@ def table(results: Sequence[CellResult], text: Callable[[CellResult], str] = per
 
 
 def _lines(results: Sequence[CellResult], text: Callable[[CellResult], str], note: str) -> Iterable[str]:
-    cells = [outcome for outcome in results if outcome.cell.row != UNLIMITED]
+    cells = [outcome for outcome in results if outcome.cell.cache != UNLIMITED]
     first = results[0]
     num_tokens = next((outcome.result.prompt_tokens for outcome in results if outcome.result is not None), 0)
     yield (
@@ -113,22 +113,21 @@ def _lines(results: Sequence[CellResult], text: Callable[[CellResult], str], not
     )
     settings = list(dict.fromkeys(outcome.cell.setting for outcome in cells))
     heads = [budget_head(setting) for setting in settings]
-    rows = list(dict.fromkeys(outcome.cell.row.name for outcome in cells))
-    left = max(map(len, [*rows, _UNLIMITED])) + 2
+    names = list(dict.fromkeys(outcome.cell.cache.name for outcome in cells))
+    left = max(map(len, [*names, _UNLIMITED])) + 2
     widths = [max(len(head), 12) + 2 for head in heads]
     yield "row".ljust(left) + "".join(head.rjust(width) for head, width in zip(heads, widths, strict=True))
-    known = {(outcome.cell.row.name, outcome.cell.setting): text(outcome) for outcome in cells}
-    for row in rows:
-        texts = [known.get((row, setting), "-") for setting in settings]
-        yield row.ljust(left) + "".join(text.rjust(width) for text, width in zip(texts, widths, strict=True))
-    share = unlimited_shares(results).get(first.trace)
-    if share is not None:
+    known = {(outcome.cell.cache.name, outcome.cell.setting): text(outcome) for outcome in cells}
+    for name in names:
+        texts = [known.get((name, setting), "-") for setting in settings]
+        yield name.ljust(left) + "".join(text.rjust(width) for text, width in zip(texts, widths, strict=True))
+    if (share := unlimited_shares(results).get(first.trace)) is not None:
         yield f"{_UNLIMITED.ljust(left)}{f'{100 * share:.1f}'.rjust(widths[0])}"
-    for row in rows:
-        yield from _losses(row, [outcome for outcome in cells if outcome.cell.row.name == row])
+    for name in names:
+        yield from _losses(name, [outcome for outcome in cells if outcome.cell.cache.name == name])
     for outcome in cells:
         if outcome.refusal:
-            yield f"{outcome.cell.row.name} at {budget_head(outcome.cell.setting)}: {outcome.refusal}"
+            yield f"{outcome.cell.cache.name} at {budget_head(outcome.cell.setting)}: {outcome.refusal}"
 
 
 def budget_head(setting: ReplaySetting) -> str:
@@ -138,8 +137,8 @@ def budget_head(setting: ReplaySetting) -> str:
     return f"{setting.state_gb:g}+{setting.kv_gb:g} GB"
 
 
-def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
-    """Why a row computed tokens, and what it saved, budget by budget; for rows with reasons."""
+def _losses(name: str, cells: Sequence[CellResult]) -> Iterable[str]:
+    """Why a cache computed tokens, and what it saved, budget by budget; for caches with reasons."""
     known = [found for each in cells if (found := each.result) is not None and found.lost_by_reason]
     if not known:
         return
@@ -149,10 +148,10 @@ def _losses(row: str, cells: Sequence[CellResult]) -> Iterable[str]:
     }
     large = {reason: values for reason, values in shares.items() if max(values) > _MIN_LOST}
     lost = ", ".join(f"{reason} {_listed(values)}" for reason, values in large.items())
-    yield f"{row} computed, % of the prompt tokens: {lost}"
+    yield f"{name} computed, % of the prompt tokens: {lost}"
     saved = [outcome.flops_saved for outcome in cells if outcome.flops_saved is not None]
     if saved:
-        yield f"{row} saved, % of the operations of prefills: {_listed(saved)}"
+        yield f"{name} saved, % of the operations of prefills: {_listed(saved)}"
 
 
 def _listed(shares: Iterable[float]) -> str:
@@ -161,10 +160,10 @@ def _listed(shares: Iterable[float]) -> str:
 
 def as_plain(outcome: CellResult) -> dict[str, Any]:
     setting, result = outcome.cell.setting, outcome.result
-    has_budget = outcome.cell.row != UNLIMITED
+    has_budget = outcome.cell.cache != UNLIMITED
     values: dict[str, Any] = {
         "trace": outcome.trace,
-        "row": outcome.cell.row.name,
+        "row": outcome.cell.cache.name,
         "num_requests": outcome.num_requests,
         **{name: getattr(setting, name) if has_budget else None for name in _BUDGETS},
         "share": outcome.share,
@@ -188,7 +187,7 @@ _NEAR = 0.01  # shares that differ by no more count as equal
 
 @dataclass(frozen=True, order=True)
 class BudgetPoint:
-    """What a row resumes with a budget; `lacks_kv`: more tokens lack KV than states."""
+    """What a cache resumes with a budget; `lacks_kv`: more tokens lack KV than states."""
 
     budget_gb: float
     share: float
@@ -203,11 +202,11 @@ def budget_of(setting: ReplaySetting) -> tuple[str, float]:
     return f"for states, with {setting.kv_gb:g} GB for KV{host}", setting.state_gb or 0.0
 
 
-def sizing_sentences(results: Sequence[CellResult], unlimited: dict[str, float], row: str) -> list[str]:
-    """A sentence for each trace and kind of budget of `row`; `unlimited`: trace -> share of its prompt."""
+def sizing_sentences(results: Sequence[CellResult], unlimited: dict[str, float], cache: str) -> list[str]:
+    """A sentence for each trace and kind of budget of the cache named `cache`; `unlimited`: of each trace."""
     curves: dict[tuple[str, str], list[BudgetPoint]] = {}
     for outcome in results:
-        if outcome.cell.row.name == row and outcome.share is not None:
+        if outcome.cell.cache.name == cache and outcome.share is not None:
             kind, budget_gb = budget_of(outcome.cell.setting)
             curves.setdefault((outcome.trace, kind), []).append(
                 BudgetPoint(budget_gb, outcome.share, _lacks_kv(outcome))

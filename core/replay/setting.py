@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..files import CONFIG, check_served
-from .trace import Trace
+from ..validation import refused
 
 if TYPE_CHECKING:
     from ..state_spec import HybridStateSpec
@@ -87,7 +87,7 @@ class ReplaySetting:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one row resumed of one trace; each token of a prompt counts once."""
+    """What a cache resumed of a trace; each token of a prompt counts once."""
 
     num_requests: int
     prompt_tokens: int
@@ -101,16 +101,6 @@ class ReplayResult:
     def share(self) -> float:
         """Resumed tokens / prompt tokens."""
         return self.resumed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-class ReplayRow(Protocol):
-    """A cache with its policies, as one row of the table; `name` is what the table calls it."""
-
-    @property
-    def name(self) -> str: ...
-
-    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
-        """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
 MODELS = ("nemotron-h-8b", "qwen3.5-35b")
@@ -129,14 +119,12 @@ def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:
         ImportError: a config is given, and transformers is not installed.
     """
     if state_dtype is not None and state_dtype not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {state_dtype!r}; accepted: {', '.join(STATE_DTYPES)}")
+        raise refused("state_dtype", state_dtype, ", ".join(STATE_DTYPES))
     if model in MODELS:
         return shape_of(model, *_known_model(model), state_dtype)
     path = Path(model)
     if not path.exists():
-        raise ValueError(
-            f"model is {model!r}; accepted: {', '.join(MODELS)}, or the path of a config.json that is there"
-        )
+        raise refused("model", model, f"{', '.join(MODELS)}, or the path of a config.json that is there")
     check_served(path / CONFIG if path.is_dir() else path)
     import torch
 

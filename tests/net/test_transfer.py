@@ -308,7 +308,7 @@ def test_a_copy_that_fails_on_one_rank_is_undone_on_all(
         raise MemoryError("no room")
 
     if world.rank == 1:
-        monkeypatch.setattr(placement, "write_rows", broken)
+        monkeypatch.setattr(placement, "write_entries", broken)
     text = refused_on_all(world, taker, lambda: import_prefixes(taker, export), CopyError)
     assert text == "prefixes could not be imported: rank 1 of the replica: no room"
 

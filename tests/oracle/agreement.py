@@ -359,7 +359,7 @@ def _initial_decisions(context: DynamicInferenceContext) -> Iterator[str]:
         if field.name not in (*_BUDGETS, "salt_key"):  # a secret; the ranks agree on it by its id
             yield f"built with {field.name} {getattr(config, field.name)}"
     yield f"built with {context.prefix_cache.kv_blocks.total_count} KV blocks"
-    memory, tier = context.memory, context.prefix_cache.tier
+    memory, tier = context.memory, context.prefix_cache.tiers
     durable, live = memory.durable_pool.num_durable, memory.state_pool.num_live
     yield f"built with {durable} durable and {live} live slots"
     if tier is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from random import Random
 
-from mambaslots.inference.contexts.cache.tier import HostTier
+from mambaslots.inference.contexts.cache.state_tiers import StateTiers
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from torch import Tensor
 
@@ -88,7 +88,7 @@ class FaultyCopies:
 
 
 def make_faulty(
-    tier: HostTier, random: Random, share: float = 0.15, kind: type[FaultyCopies] = FaultyCopies
+    tier: StateTiers, random: Random, share: float = 0.15, kind: type[FaultyCopies] = FaultyCopies
 ) -> FaultyCopies:
     """Let the tier's copies go wrong from now on."""
     assert isinstance(tier.copies, HostCopies)

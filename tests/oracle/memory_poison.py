@@ -80,9 +80,9 @@ class MemoryPoison:
             encoded.memory.index_fill_(0, tensor_on(encoded.memory.device, sorted(unused)), _NAN_BYTE)
         self._fill_kv(blocks)
         self._fill_inputs()
-        rows = getattr(cache.tier.copies, "memory", None) if cache.tier is not None else None
-        if cache.tier is not None and rows is not None:
-            rows[sorted(cache.tier.host.free_slots)] = _NAN_BYTE
+        rows = getattr(cache.tiers.copies, "memory", None) if cache.tiers is not None else None
+        if cache.tiers is not None and rows is not None:
+            rows[sorted(cache.tiers.host.free_slots)] = _NAN_BYTE
 
     def _fill_kv(self, free: Tensor) -> None:
         """Also blocks of requests in which tokens are not stored yet, or no more, as rejected drafts."""

@@ -90,8 +90,8 @@ def random_engine(random: Random) -> tuple[ms.DynamicInferenceEngine, ToyLM, Kno
     num_host_slots = tier.choice([0, 0, 1, 3, 40])
     config = with_tier(config, model, num_host_slots)
     engine = ms.DynamicInferenceEngine(model, config, drafter=drafter)
-    if engine.context.prefix_cache.tier is not None:
-        held = engine.context.prefix_cache.tier
+    if engine.context.prefix_cache.tiers is not None:
+        held = engine.context.prefix_cache.tiers
         make_faulty(held, tier)
         held.min_tokens = held.min_tokens_from_file = tier.choice([1, block, 2 * block])
     return engine, model, drafter

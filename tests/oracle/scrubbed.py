@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import mambaslots as ms
 import torch
 from mambaslots.inference.contexts.dynamic_request import ScheduledRequest
+from mambaslots.inference.contexts.tier_copies import HostCopies
+from oracle.faulty_copies import FaultyCopies
 from oracle.memory_poison import free_memory
 
 
@@ -12,12 +14,11 @@ def assert_scrubbed(engine: ms.DynamicInferenceEngine) -> None:
     """Between two calls: all memory without an owner is zero."""
     context = engine.context
     memory, cache = context.memory, context.prefix_cache
-    if cache.tier is not None and hasattr(cache.tier.copies, "rows"):
-        tier, keys = cache.tier, list(cache.tier.host.entries)
-        used = {tier.host.entries[key][0] for key in keys}
-        _assert_zero(
-            tier.copies.memory, sorted(set(range(tier.host.num_slots)) - used), "a row of host memory"
-        )
+    if cache.tiers is not None and isinstance(cache.tiers.copies, HostCopies | FaultyCopies):
+        host = cache.tiers.host
+        used = {slot for slot, _ in host.entries.values()}
+        free = sorted(set(range(host.num_slots)) - used)
+        _assert_zero(cache.tiers.copies.memory, free, "a slot of host memory")
     if not memory.is_allocated:
         assert not memory.kv_cache.numel()
         assert not memory.state_pool.memory.numel()

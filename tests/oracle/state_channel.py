@@ -21,7 +21,7 @@ def keys_of(index: StateIndex, replica: str) -> set[int]:
 
 def resumable_keys(cache: PrefixCache) -> set[int]:
     """The hashes of all registered blocks whose state is in a slot or in a tier, by a look at each block."""
-    tree, tier = cache.kv_blocks.tree, cache.tier
+    tree, tier = cache.kv_blocks.tree, cache.tiers
     return {
         key
         for key, block in tree.block_of_hash.items()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mambaslots as ms
-from mambaslots.inference.contexts.cache.tier import HostTier
+from mambaslots.inference.contexts.cache.state_tiers import StateTiers
 from oracle.toy_answers import Ask, answer
 from oracle.toy_lm import ToyLM
 
@@ -28,9 +28,9 @@ def toy_engine(
     return ms.DynamicInferenceEngine(model, config, drafter=drafter)
 
 
-def tier_of(engine: ms.DynamicInferenceEngine) -> HostTier:
-    assert engine.context.prefix_cache.tier is not None
-    return engine.context.prefix_cache.tier
+def tiers_of(engine: ms.DynamicInferenceEngine) -> StateTiers:
+    assert engine.context.prefix_cache.tiers is not None
+    return engine.context.prefix_cache.tiers
 
 
 def ask(

@@ -121,12 +121,12 @@ def test_a_package_imports_only_what_its_row_names() -> None:
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("inference.contexts.cache.tier", "inference.contexts.step_inputs"),
+        ("inference.contexts.cache.state_tiers", "inference.contexts.step_inputs"),
         ("inference.kernels.conv", "inference.contexts.cache.hashing"),
         ("layers.mixer_step", "inference.engines.scheduler"),
         ("files", "state_spec"),
         ("validation", "inference.contexts.cache.paths"),
-        ("inference.contexts.cache.tier", "params_and_results"),
+        ("inference.contexts.cache.state_tiers", "params_and_results"),
         ("config", "loaded_model"),
         ("hf.tokenizer", "serve.answer_text"),
         ("net.transfer.exports", "net.routing.state_events"),

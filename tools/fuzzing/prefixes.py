@@ -22,7 +22,7 @@ import torch
 from fuzzing.engines import OWN, SENT, WarmEngine, quiet
 from fuzzing.target import ACCEPTED, HUGE, REFUSED, any_json, damaged_bytes, damaged_json, end_of
 from mambaslots.inference.contexts import state_files
-from mambaslots.inference.contexts.cache.tier import HostTier
+from mambaslots.inference.contexts.cache.state_tiers import StateTiers
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.net import import_prefixes, load_prefixes, save_prefixes
 from mambaslots.net.transfer.format import TransferError
@@ -391,8 +391,8 @@ class Tiers:
         self._prompts = [[random.randrange(29) for _ in range(9)] for _ in range(_HEADS)]
 
     @property
-    def _tier(self) -> HostTier:
-        tier = self._engine.context.prefix_cache.tier
+    def _tier(self) -> StateTiers:
+        tier = self._engine.context.prefix_cache.tiers
         assert tier is not None
         return tier
 

@@ -486,8 +486,8 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
         def make_engine(number: int) -> ms.DynamicInferenceEngine:
             engine = ms.DynamicInferenceEngine(own[number], config)
             engine.set_weights_version(f"weights {world.weights.version}")
-            if engine.context.prefix_cache.tier is not None:
-                faulty.append(make_faulty(engine.context.prefix_cache.tier, tiers))
+            if engine.context.prefix_cache.tiers is not None:
+                faulty.append(make_faulty(engine.context.prefix_cache.tiers, tiers))
             return engine
 
         replicas = RoutedReplicas(

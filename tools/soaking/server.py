@@ -372,7 +372,7 @@ def _serve(seed: int, seconds: float, name: str, tally: RoundTally) -> None:
         drafter = RecallingDrafter() if config.num_speculative_tokens and random.random() < 0.8 else None
         engine = ms.DynamicInferenceEngine(model, config, drafter=drafter)
         engine.set_weights_version(0)
-        tier = engine.context.prefix_cache.tier
+        tier = engine.context.prefix_cache.tiers
         copies = None if tier is None else make_faulty(tier, Random(random.random()))
         app = make_app(engine, loaded_of(model), settings)
         with serving_app(app, loaded_of(model), config) as served:

@@ -380,7 +380,7 @@ def _deep_tiers(random: Random, spec: ms.HybridStateSpec, folder: Path) -> dict[
 def _make_faulty(
     engine: ms.DynamicInferenceEngine, random: Random, faulty: type[FaultyCopies], share: float = 0.15
 ) -> FaultyCopies | None:
-    tier = engine.context.prefix_cache.tier
+    tier = engine.context.prefix_cache.tiers
     if tier is None:
         return None
     return make_faulty(tier, Random(random.random()), share, faulty)

@@ -126,8 +126,7 @@ class Admission:
         if self._shares_pool:
             assert self._cache.slots.live_slots == set(live), "a live slot leaked"
         for row in range(num_rows):
-            request = self._requests.get(row)
-            if request is None:
+            if (request := self._requests.get(row)) is None:
                 assert (self.block_table[row] == -1).all(), "a free row has blocks"
                 continue
             allocation = request.allocation
@@ -171,19 +170,14 @@ class Admission:
             return self._schedule_decode(request, allocation)
         assert allocation is not None or self._free_rows, "more requests are scheduled than there are rows"
         num_computed = allocation.num_computed if allocation is not None else 0
-        for may_fetch in (True, False):
-            match = self.match(request)
-            start = max(num_computed, match.resume_tokens)
-            stop = self._stop(start, len(request.tokens), token_budget)
-            if stop <= start or not self._can_hold(request, match, stop):
+        if (part := self._part(request, token_budget)) is None:
+            return None
+        match, start, stop = part
+        fetchable = match.blocks[: request.max_resume_tokens // self._block_size]
+        if self._cache.slots.fetch_state(fetchable, request.chain.hashes, start, self._block_size):
+            if (part := self._part(request, token_budget)) is None:  # states have changed
                 return None
-            if allocation is None and not self._unpin_resumed():
-                return None
-            if not may_fetch or self._cache.tier is None:
-                break
-            blocks = match.blocks[: request.max_resume_tokens // self._block_size]
-            if not self._cache.slots.fetch_state(blocks, request.chain.hashes, start, self._block_size):
-                break
+            match, start, stop = part
         resumes, admits = match.resume_tokens > num_computed, allocation is None
         if allocation is None:
             request.shared_tokens = self._shared_tokens(request, match, waiting)
@@ -202,6 +196,19 @@ class Admission:
             boundaries=self._boundaries(allocation, start, stop), num_resumed=start - num_computed,
             spans=allocation.spans, admits=admits,
         )  # fmt: skip
+
+    def _part(self, request: DynamicInferenceRequest, budget: int) -> tuple[PrefixMatch, int, int] | None:
+        """A request's match, and tokens [start, stop) to compute next; None: blocks or live slots lack."""
+        match = self.match(request)
+        allocation = request.allocation
+        num_computed = allocation.num_computed if allocation is not None else 0
+        start = max(num_computed, match.resume_tokens)
+        stop = self._stop(start, len(request.tokens), budget)
+        if stop <= start or not self._can_hold(request, match, stop):
+            return None
+        if allocation is None and not self._unpin_resumed():
+            return None
+        return match, start, stop
 
     def _schedule_decode(
         self, request: DynamicInferenceRequest, allocation: Allocation
@@ -234,8 +241,8 @@ class Admission:
         num_blocks = sum(needs_kv + num_input_blocks for needs_kv, num_input_blocks in missing)
         return not num_blocks or self._cache.kv_blocks.is_memory_available(num_blocks)
 
-    def draft(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
-        """The decode with as many of the drafts `tokens` as there are free KV blocks for; evicts nothing."""
+    def add_drafts(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:
+        """Allocate free KV blocks for as many of the drafts `tokens` as fit; the decode with these drafts."""
         path = scheduled.allocation.path
         if self._replays:  # a draft may be wrong, and so may not complete a chunk
             tokens = tokens[: max(0, -scheduled.stop % self._chunk_size - 1)]

@@ -21,7 +21,7 @@ from .pool_sizes import GIGABYTE, PoolSizes, with_total_gb
 from .request_states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import StepBuffer, StepBuilder
 from .step_inputs import StepInputs
-from .tier_copies import tier_of
+from .tier_copies import tiers_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ class DynamicInferenceContext:
         check_replays(spec, config)
         self.memory = memory = DeviceMemory(self._spec_of_memory(), config, sizes)
         pool, scrubber = memory.state_pool, memory.scrubber
-        tier = tier_of(config, spec, memory.durable_pool)
-        if tier is not None:
-            scrubber.host_slots = tier.host.dirty
+        tiers = tiers_of(config, spec, memory.durable_pool)
+        if tiers is not None:
+            scrubber.host_slots = tiers.host.dirty
         self.prefix_cache = PrefixCache(
             sizes.num_kv_blocks, sizes.num_mamba_slots, config.block_size_tokens, config.eviction_policy,
             enabled=config.enable_prefix_caching, clock=clock,
             num_live_slots=pool.num_live if pool.is_shared else 0,
-            tier=tier, division=sizes.division, cleaner=scrubber,
+            tiers=tiers, division=sizes.division, cleaner=scrubber,
         )  # fmt: skip
         self._request_states = self._new_request_states()
         self._replace_admission()
@@ -311,9 +311,9 @@ class DynamicInferenceContext:
         for request in self.requests:
             self.release(request)
         self.reset_prefix_cache()
-        if self.prefix_cache.tier is not None:
+        if self.prefix_cache.tiers is not None:
             self.memory.scrubber.host_slots.scrub()  # it needs the device memory that `deallocate` frees
-            self.prefix_cache.tier.copies.deallocate_staging()
+            self.prefix_cache.tiers.copies.deallocate_staging()
         self.memory.deallocate()
 
     def resume(self) -> None:

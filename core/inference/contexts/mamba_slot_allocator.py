@@ -216,7 +216,7 @@ class MambaSlotAllocator:
         blocks = self._checked_blocks(block_ids)
         if self.slots.reserved and (both := set(self.slots.reserved.values()).intersection(blocks)):
             raise ValueError(f"block_ids names {min(both)}; accepted: blocks that no reservation will commit")
-        return self.slots.allocate(blocks)
+        return self.slots.allocate_committed(blocks)
 
     def invalidate_block(self, block_id: int) -> None:
         """Free the slot of `block_id`, if any, and remove its hash from the index."""
@@ -331,8 +331,7 @@ class MambaSlotAllocator:
             return
         branch_tokens = (ceil_div(finished, block) + num_matched_blocks) * block if num_matched_blocks else 0
         branch_tokens = max(branch_tokens, self._shared_tokens(req, start // block))
-        boundaries = checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens)
-        if boundaries:
+        if boundaries := checked_boundaries(self._plan, start, stop, prompt, block, branch_tokens):
             blocks = context.request_to_kv_block_ids[row].tolist()
             self.num_dropped += self._planned.add(row, start, stop, boundaries, blocks)
 
@@ -379,7 +378,7 @@ class MambaSlotAllocator:
         kept = sorted(by_worth[:count])
         blocks, sources, hashes = ([listed[i] for i in kept] for listed in (blocks, sources, written.hashes))
         num_inner = bisect_left(kept, len(written.inner_blocks))
-        taken = self.slots.allocate(blocks)
+        taken = self.slots.allocate_committed(blocks)
         try:
             self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
             self.store_from_live_batch(taken[num_inner:], sources[num_inner:])

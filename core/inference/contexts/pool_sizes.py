@@ -24,7 +24,7 @@ _UNLIMITED = INT32_MAX + 2
 
 NUM_STAGING_SLOTS = 2
 """Slots for states inside prefills until they are encoded: the default plan's tail and branch point."""
-_MAX_NAMES = 1 << 20
+MAX_NAMES = 1 << 20
 """KV blocks without bytes that a context makes for cached prefixes, at most."""
 
 
@@ -49,7 +49,7 @@ class PoolSizes:
         gathered: list[tuple[int | None, RankMemory, RankMemory]] = spec.groups.gather(own, spec.device)
         input_blocks = InputBlocks.fitting(config, spec, [num_tokens for num_tokens, _, _ in gathered])
         ranks = [in_blocks if input_blocks.tokens else in_rows for _, in_blocks, in_rows in gathered]
-        shared = [rank for rank, config in enumerate(ranks) if config.total_gb is not None]
+        shared = [rank for rank, memory in enumerate(ranks) if memory.total_gb is not None]
         if 0 < len(shared) < len(ranks):
             raise ValueError(
                 f"total_gb is set on the ranks {shared} of {len(ranks)}; accepted: on all or on none"
@@ -138,13 +138,13 @@ def _of_total(config: InferenceConfig, ranks: Sequence[RankMemory], num_input_bl
         raise _too_small(config, ranks, [rank.least_bytes(longest) for rank in ranks])
     if not has_kv:
         # Blocks name prefixes only: those of running requests, and four times those of all slots' longest
-        # prefixes, but at most `_MAX_NAMES`, because the bookkeeping of a block costs some hundred bytes.
-        slots = min(slots, _MAX_NAMES)
-        names = config.max_requests * longest + min(4 * slots * longest, _MAX_NAMES)
+        # prefixes, but at most `MAX_NAMES`, because the bookkeeping of a block costs some hundred bytes.
+        slots = min(slots, MAX_NAMES)
+        names = config.max_requests * longest + min(4 * slots * longest, MAX_NAMES)
         return PoolSizes(min(names, INT32_MAX), slots)
     blocks = min(blocks, INT32_MAX)
     if config.enable_prefix_caching and not has_states:
-        slots = min(blocks, _MAX_NAMES)
+        slots = min(blocks, MAX_NAMES)
     return PoolSizes(blocks, slots)
 
 

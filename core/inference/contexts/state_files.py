@@ -80,8 +80,7 @@ class StateFiles:
                     return None
                 room, done = memoryview(state.numpy()), 0
                 while done < state_bytes:
-                    num_read = opened.readinto(room[done:])
-                    if not num_read:
+                    if not (num_read := opened.readinto(room[done:])):
                         raise ValueError(damaged)
                     done += num_read
                 return int(checksum)
@@ -120,8 +119,7 @@ class _Writer:
     ) -> None:
         """Write a file under another name, then rename it. The file's former state is removed in any case."""
         self.delete([name])
-        value = checksum()
-        if value is None:
+        if (value := checksum()) is None:
             return
         text, draft = head(value), name.with_suffix(".part")
         try:

@@ -1,4 +1,4 @@
-"""Copies of states in pinned host memory, and the tier that a configuration asks for."""
+"""Copies of states in pinned host memory, and the tiers that a configuration asks for."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from ..kernels.row_checksum import RowChecksum
-from .cache.tier import HostTier, StateCopies
+from .cache.state_tiers import StateCopies, StateTiers
 from .pool_sizes import GIGABYTE
 from .request_states import StatePool
 from .state_files import StateFiles
@@ -158,8 +158,7 @@ class HostCopies(StateCopies):
             return False
         self._synchronise()
         self._versions[host_slot] += 1
-        checksum = self._files.load(file, serial, self.memory[host_slot])
-        if checksum is None:
+        if (checksum := self._files.load(file, serial, self.memory[host_slot])) is None:
             return False
         self._sums[host_slot] = checksum
         if self._sums_for_files is not None:
@@ -198,7 +197,7 @@ def _unpin(memory: Tensor, stream: torch.cuda.Stream) -> None:
             _runtime().cudaHostUnregister(memory.data_ptr())
 
 
-def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> HostTier | None:
+def tiers_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> StateTiers | None:
     """Host memory and files for the durable states of a pool; None without `host_cache_gb`. A collective.
 
     A pool whose slots have no bytes gets indexes alone. ValueError, the same on all ranks, for a budget that
@@ -207,20 +206,20 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
     state_bytes = pool.memory.shape[1] or spec.slot_bytes
     disk_path, disk_gb = config.disk_cache or ("", 0.0)
     budgets = {"host_cache_gb": config.host_cache_gb, "disk_cache[1]": disk_gb}
-    sizes, refused = [], ""
+    sizes, refusal = [], ""
     for name, gb in budgets.items():
         affordable = int(min(gb * GIGABYTE, INT32_MAX * max(1, state_bytes))) // max(1, state_bytes)
         if gb and not affordable:
-            refused = f"{name} is {gb}; accepted: at least {state_bytes / GIGABYTE:.3g}, one state"
-        sizes.append(affordable if state_bytes or not gb else INT32_MAX)
-    ranks = spec.groups.gather((*sizes, refused, state_bytes), spec.device)
-    refused = next(filter(None, (rank[2] for rank in ranks)), "")
-    num_slots, num_files = (min(rank[tier] for rank in ranks) for tier in (0, 1))
-    largest = max(rank[3] for rank in ranks)  # a stage without states affords any number
-    if not ((num_slots and largest) or refused):
+            refusal = f"{name} is {gb}; accepted: at least {state_bytes / GIGABYTE:.3g}, one state"
+        sizes.append(affordable if state_bytes or not gb else INT32_MAX)  # a stage without states: any number
+    ranks = spec.groups.gather((*sizes, refusal, state_bytes), spec.device)
+    slots, file_counts, refusals, state_sizes = zip(*ranks, strict=True)
+    num_slots, num_files, largest = min(slots), min(file_counts), max(state_sizes)
+    refusal = next(filter(None, refusals), "")
+    if not ((num_slots and largest) or refusal):
         return None
     copies, scrubs = None, config.free_memory == "zero"
-    if pool.memory.shape[1] and not refused:
+    if pool.memory.shape[1] and not refusal:
         try:
             model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"
             files = StateFiles(disk_path, state_bytes, model, scrubs) if num_files else None
@@ -229,11 +228,11 @@ def tier_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) -> 
                 files, scrubs,
             )  # fmt: skip
         except (OSError, MemoryError, RuntimeError) as error:
-            refused = f"host_cache_gb is {config.host_cache_gb}, disk_cache is {config.disk_cache}; "
-            refused += f"accepted: what this machine has room for: {error}"
-    spec.groups.raise_first(refused, spec.device)
+            refusal = f"host_cache_gb is {config.host_cache_gb}, disk_cache is {config.disk_cache}; "
+            refusal += f"accepted: what this machine has room for: {error}"
+    spec.groups.raise_first(refusal, spec.device)
     groups, device = spec.groups, spec.device
-    return HostTier(
+    return StateTiers(
         num_slots, copies, num_files=num_files, agree=lambda good: bool(groups.least(int(good), device)),
         scrubs=scrubs, state_bytes=largest,
     )  # fmt: skip

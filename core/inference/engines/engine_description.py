@@ -36,11 +36,11 @@ def _decodes(context: DynamicInferenceContext) -> str:
 
 
 def _evicted_states(context: DynamicInferenceContext) -> str:
-    tier = context.prefix_cache.tier
-    if tier is None:
+    tiers = context.prefix_cache.tiers
+    if tiers is None:
         return "are dropped; host_cache_gb keeps them in host memory"
-    in_files, saves = "", f"{tier.min_tokens} tokens"
-    if tier.files.num_slots:
-        in_files = f", {tier.files.num_slots} in files"
-        saves += f", from a file {tier.min_tokens_from_file}"
-    return f"{tier.host.num_slots} in host memory{in_files}; come back where that saves at least {saves}"
+    in_files, saves = "", f"{tiers.min_tokens} tokens"
+    if tiers.files.num_slots:
+        in_files = f", {tiers.files.num_slots} in files"
+        saves += f", from a file {tiers.min_tokens_from_file}"
+    return f"{tiers.host.num_slots} in host memory{in_files}; come back where that saves at least {saves}"

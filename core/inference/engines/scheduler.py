@@ -216,7 +216,7 @@ class Scheduler:
             if max_drafts > 0:
                 drafts = list(drafter.draft(scheduled.request.token_view, max_drafts))[:max_drafts]
                 drafts = integers("drafts", drafts, 0, self._context.spec.vocab_size - 1)
-                scheduled = self._context.admission.draft(scheduled, drafts)
+                scheduled = self._context.admission.add_drafts(scheduled, drafts)
                 budget -= len(scheduled.drafts)
             drafted.append(scheduled)
         return drafted

@@ -141,8 +141,7 @@ class RankConnections:
     def _receive(self, timeout_s: float) -> bool:
         """Receive a message; False if none comes in time."""
         with self._lock:
-            received = self._listener.receive(timeout_s)
-            if received is None:
+            if (received := self._listener.receive(timeout_s)) is None:
                 return False
             peer, message, _ = received
             rank = self._ranks.get(peer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ...inference.contexts.cache.hashing import PrefixHashChain, salt_bytes
+from ...inference.contexts.cache.hashing import salt_bytes
 from ...inference.engines.arguments import Prompt, Salt, checked_prompt
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -151,10 +151,7 @@ class DisaggregatedEngine(AsyncEngine):
             "sampling_params": request.sampling,
             "cache_salt": salt_bytes("cache_salt", arguments["cache_salt"]),
         }
-        last = len(request.tokens) - 1  # the deepest position to resume from
-        if not request.sampling.skip_prompt_log_probs:
-            last = min(last, request.sampling.prompt_log_probs_start - 1)
-        await self._prefill(request.tokens[:last], arguments["cache_salt"])
+        await self._prefill(request.tokens[: request.max_resume_tokens], arguments["cache_salt"])
 
     async def prefill(self, prompt: Prompt, *, cache_salt: Salt = None) -> RemotePrefill | None:
         """Let the worker compute a prefix and import it, as `stream` does for its prompt.
@@ -190,8 +187,7 @@ class DisaggregatedEngine(AsyncEngine):
         return answer
 
     async def _cached_tokens(self, tokens: list[int], salt: bytes | None) -> int:
-        chain = PrefixHashChain(self._engine.config.block_size_tokens, self._engine.salt_key.root(salt))
-        chain.extend_to(tokens)
+        _, chain = self._engine.factory.hashed_prefix(tokens, salt)
         return await self.call(lambda engine: engine.context.prefix_cache.resumable_tokens(chain))
 
     def _count(self, **more: int) -> None:

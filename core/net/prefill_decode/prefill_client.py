@@ -160,8 +160,7 @@ class PrefillClient:
                 took_s = computed_s - asked.asked_s, time.perf_counter() - computed_s
                 asked.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
         elif isinstance(answer, messages.Refused):
-            asked = self._pending.pop(answer.number, None)
-            if asked is not None:
+            if (asked := self._pending.pop(answer.number, None)) is not None:
                 asked.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
         elif isinstance(answer, messages.End):
             raise PeerLostError(answer.reason)

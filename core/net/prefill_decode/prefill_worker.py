@@ -240,8 +240,7 @@ class PrefillSession:
             while True:
                 question = await self.questions.get()
                 if isinstance(question, Cancel):
-                    computing = self._computing.get(question.number)
-                    if computing is not None:
+                    if (computing := self._computing.get(question.number)) is not None:
                         computing.cancel()
                 elif isinstance(question, Prefill) and question.number not in self._computing:
                     prefill = self._prefill(question, channel)
@@ -263,9 +262,7 @@ class PrefillSession:
                 del self._computing[number]  # it is not cancelled any more: the peer receives it
                 self._send(Computed(number))
                 try:
-                    sent = await self._server.call(
-                        lambda engine: channel.send([(prefix.tokens, prefix.salt)])
-                    )
+                    sent = await self._server.call(lambda _: channel.send([(prefix.tokens, prefix.salt)]))
                 except ValueError as error:  # of an engine that can hand nothing over
                     raise PeerLostError(str(error)) from error
                 if sent.failure:

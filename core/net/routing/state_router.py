@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...validation import integer
@@ -103,7 +103,8 @@ class StateRouter:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"loads names {names}; accepted: one replica or more, each once")
         depths = self._depths(request)
-        recent = self._recent.of(names)
+        self._recent.insert(names)
+        recent = {name: self._recent.tokens[name] for name in names}
         mean_request, size = self._recent.mean_request, request.block_size_tokens
         tolerated = (1 + TOLERATED_EXCESS) * sum(recent.values()) / len(recent)
 
@@ -198,7 +199,7 @@ class RecentWork:
     """Tokens of each replica's last `REMEMBERED_REQUESTS` requests in the mean; later ones count for more."""
 
     def __init__(self) -> None:
-        self._tokens: dict[str, float] = {}
+        self.tokens: dict[str, float] = {}  # of each inserted replica
         self._total = 0.0
         self._num_requests = 0.0
 
@@ -210,26 +211,24 @@ class RecentWork:
     @property
     def filled(self) -> float:
         """From 0 before the first request to 1 once each replica had 16 in the mean."""
-        return min(1.0, self._num_requests / (16 * len(self._tokens))) if self._tokens else 0.0
+        return min(1.0, self._num_requests / (16 * len(self.tokens))) if self.tokens else 0.0
 
-    def of(self, replicas: Iterable[str]) -> dict[str, float]:
-        """The tokens of these replicas; a new one begins with the mean of the others."""
-        names = list(replicas)
-        known = [self._tokens[name] for name in names if name in self._tokens]
+    def insert(self, replicas: Sequence[str]) -> None:
+        """Let the new ones of these replicas begin with the mean of the others of these."""
+        known = [self.tokens[name] for name in replicas if name in self.tokens]
         mean = sum(known) / len(known) if known else 0.0
-        for name in names:
-            self._tokens.setdefault(name, mean)
-        return {name: self._tokens[name] for name in names}
+        for name in replicas:
+            self.tokens.setdefault(name, mean)
 
     def add(self, replica: str, num_tokens: int) -> None:
         """Record a request of `num_tokens` that was sent to a replica; O(replicas)."""
-        self.of([replica])
-        kept = 1 - 1 / (REMEMBERED_REQUESTS * len(self._tokens))
-        for name in self._tokens:
-            self._tokens[name] *= kept
+        self.insert([replica])
+        kept = 1 - 1 / (REMEMBERED_REQUESTS * len(self.tokens))
+        for name in self.tokens:
+            self.tokens[name] *= kept
         self._total, self._num_requests = self._total * kept + num_tokens, self._num_requests * kept + 1
-        self._tokens[replica] += num_tokens
+        self.tokens[replica] += num_tokens
 
     def remove(self, replica: str) -> None:
         """Remove a replica; nothing happens for an unknown one."""
-        self._tokens.pop(replica, None)
+        self.tokens.pop(replica, None)

@@ -101,24 +101,24 @@ def export_prefixes(
     form, state_slots = access.format(), chosen_states(access, prefixes)
     blocks, forest = forest_of(access, list(state_slots))
     slots = list(state_slots.values())
-    tensors = {name: _read_rows(pool, blocks if name == KV else slots) for name, pool in access.pools.items()}
+    tensors = {name: _read(pool, blocks if name == KV else slots) for name, pool in access.pools.items()}
     return PrefixShard(form, forest, shard_of(access.spec), tensors)
 
 
-def _read_rows(pool: Tensor, rows: Sequence[int]) -> Tensor:
-    """Copy these rows of a pool's second dimension to a new tensor on the CPU; synchronises."""
-    values = torch.empty((len(pool), len(rows), *pool.shape[2:]), dtype=pool.dtype, device="cpu")
-    for first, some in rows_at_once(pool, rows):
-        # `index_select` takes several times as long on a CPU where rows are not contiguous.
-        values[:, first : first + len(some)] = torch.stack([pool[:, row] for row in some], 1)
+def _read(pool: Tensor, entries: Sequence[int]) -> Tensor:
+    """Copy these entries (blocks or slots) of a pool to a new tensor on the CPU; synchronises."""
+    values = torch.empty((len(pool), len(entries), *pool.shape[2:]), dtype=pool.dtype, device="cpu")
+    for first, some in entries_at_once(pool, entries):
+        # `index_select` takes several times as long on a CPU where entries are not contiguous.
+        values[:, first : first + len(some)] = torch.stack([pool[:, entry] for entry in some], 1)
     return values
 
 
-def rows_at_once(pool: Tensor, rows: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """(Position in `rows`, the rows from there on that fit `STAGING_BYTES`)."""
+def entries_at_once(pool: Tensor, entries: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """(Position in `entries`, the entries from there on that fit `STAGING_BYTES`)."""
     count = max(1, STAGING_BYTES // max(1, pool[:, :1].nbytes))
-    for first in range(0, len(rows), count):
-        yield first, rows[first : first + count]
+    for first in range(0, len(entries), count):
+        yield first, entries[first : first + count]
 
 
 def chosen_states(

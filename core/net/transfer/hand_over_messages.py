@@ -44,7 +44,7 @@ class Offer(msgspec.Struct, tag=True, frozen=True):
 
 
 class PieceRequest(msgspec.Struct, tag=True, frozen=True):
-    """What the destination asks for; nodes of the offer, whose rows are to be sent in this order."""
+    """What the destination asks for; nodes of the offer, to be sent in this order."""
 
     part: dict[str, TensorPart] | None = None  # of the model; None for nothing
     blocks: list[Count] = []

@@ -15,7 +15,7 @@ from .shard import PrefixShard, decode_prefixes, join
 
 logger = logging.getLogger(__name__)
 
-Piece = PrefixShard | bytes | bytearray | memoryview
+AnyShard = PrefixShard | bytes | bytearray | memoryview
 
 
 class CopyError(RuntimeError):
@@ -34,7 +34,7 @@ class ReceivedPrefixes(NamedTuple):
         return cls(shard.forest, lambda placement: placement.write(shard.tensors), source)
 
 
-def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Piece]) -> ImportReport:
+def import_prefixes(engine: DynamicInferenceEngine, pieces: AnyShard | Sequence[AnyShard]) -> ImportReport:
     """Make the prefixes of an export cached prefixes of this engine.
 
     Every rank of a replica calls this, between steps. No rank writes anything before all ranks have found
@@ -72,12 +72,12 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: Piece | Sequence[Pie
     access = CacheAccess(engine, "import_prefixes")
 
     def received() -> ReceivedPrefixes:
-        parts = [pieces] if isinstance(pieces, Piece) else pieces
+        parts = [pieces] if isinstance(pieces, AnyShard) else pieces
         if not isinstance(parts, Sequence) or isinstance(parts, str):
             raise refused("pieces", pieces, "a PrefixShard, bytes or a list of them")
-        for index, piece in enumerate(parts):
-            if not isinstance(piece, Piece):
-                raise refused(f"pieces[{index}]", piece, "a PrefixShard or bytes")
+        for index, part in enumerate(parts):
+            if not isinstance(part, AnyShard):
+                raise refused(f"pieces[{index}]", part, "a PrefixShard or bytes")
         own, shards = access.format(), []
         for part in parts:
             shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)

@@ -17,7 +17,7 @@ from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_
 from .pipe import MessagePipe, NcclPipe, Passage
 
 PIECE_BYTES = 64 << 20
-"""The most bytes of a piece, unless the rows of one layer have more."""
+"""The most bytes of a piece, unless an entry of one layer has more."""
 NUM_BUFFERS = 4
 """Pieces are packed and unpacked while others are on their way."""
 Pipe = MessagePipe | NcclPipe
@@ -27,11 +27,11 @@ _ALIGNMENT = 16
 
 
 class PieceSlice(NamedTuple):
-    """Some layers and rows of one tensor: what a piece holds."""
+    """Some layers of some entries (blocks or states) of one tensor: what a piece holds."""
 
     name: str
     layers: slice  # counted from the first layer of the part that is sent
-    rows: slice  # counted in the blocks or states that are sent
+    entries: slice  # counted in the blocks or states that are sent
     shape: tuple[int, ...]  # of the numbers, in the order of the pool's dimensions
     dtype: torch.dtype
 
@@ -44,32 +44,33 @@ class PieceLayout:
     """The pieces of one part, in the order in which they are sent; both sides compute the same."""
 
     def __init__(self, form: PrefixFormat, part: Shard, num_blocks: int, num_states: int) -> None:
-        """Of `num_blocks` rows of KV and `num_states` rows of the other tensors."""
+        """Of so many entries of KV, and of the other tensors."""
         cells = {name: _slice(name, tensor, part) for name, tensor in form.tensors.items()}
-        # What a buffer for any piece of this part holds, whatever the number of rows.
+        # What a buffer for any piece of this part holds, whatever the number of entries.
         self.buffer_bytes = _aligned(max(PIECE_BYTES, *(cell.num_bytes for cell in cells.values())))
         self.pieces: list[PieceSlice] = []
         for name, tensor in sorted(form.tensors.items()):
-            num_layers, num_rows = part[name].layers.count, num_blocks if name == KV else num_states
-            if not cells[name].num_bytes * num_layers * num_rows:
+            num_layers, num_entries = part[name].layers.count, num_blocks if name == KV else num_states
+            if not cells[name].num_bytes * num_layers * num_entries:
                 continue
-            # Whole rows where a piece holds one, else some layers of a row.
+            # Whole entries where a piece holds one, else some layers of an entry.
             cells_at_once = self.buffer_bytes // cells[name].num_bytes
-            layers_at_once, rows_at_once = min(num_layers, cells_at_once), max(1, cells_at_once // num_layers)
-            for row in range(0, num_rows, rows_at_once):
-                rows = slice(row, min(num_rows, row + rows_at_once))
+            layers_at_once = min(num_layers, cells_at_once)
+            entries_at_once = max(1, cells_at_once // num_layers)
+            for entry in range(0, num_entries, entries_at_once):
+                entries = slice(entry, min(num_entries, entry + entries_at_once))
                 for layer in range(0, num_layers, layers_at_once):
                     layers = slice(layer, min(num_layers, layer + layers_at_once))
-                    self.pieces.append(_slice(name, tensor, part, layers, rows))
+                    self.pieces.append(_slice(name, tensor, part, layers, entries))
         self.sizes = [_aligned(piece.num_bytes) for piece in self.pieces]
 
 
 class PieceCopy(NamedTuple):
-    """A copy between rows of a pool and some bytes of a buffer."""
+    """A copy between blocks or slots of a pool and some bytes of a buffer."""
 
     pool: Tensor  # some layers, perhaps viewed as wider words
-    dim: int  # counts rows, in `pool` and in `values`
-    rows: Tensor  # [rows] int64, where the rows are in the pool
+    dim: int  # counts them, in `pool` and in `values`
+    places: Tensor  # [blocks or slots] int64, their numbers in the pool
     values: Tensor  # in the buffer
 
 
@@ -77,12 +78,12 @@ class PartCopies:
     """Copies between the pools of one rank and the pieces of a part, on the current stream."""
 
     def __init__(self, access: CacheAccess, part: Shard, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Of these rows of KV and of the other tensors, in the order of sending; does not synchronise."""
+        """Of these blocks and slots of the pools, in the order of sending; does not synchronise."""
         self._regions = _regions(access, part)
-        rows = torch.tensor([*blocks, *slots], dtype=torch.int64, device="cpu")
-        rows = rows.to(access.spec.device, non_blocking=True)  # pageable memory is read before it returns
-        places = rows[: len(blocks)], rows[len(blocks) :]
-        self._rows = {name: places[0 if name == KV else 1] for name in self._regions}
+        places = torch.tensor([*blocks, *slots], dtype=torch.int64, device="cpu")
+        places = places.to(access.spec.device, non_blocking=True)  # pageable memory is read before it returns
+        of_kv, of_states = places[: len(blocks)], places[len(blocks) :]
+        self._places = {name: of_kv if name == KV else of_states for name in self._regions}
 
     def between(self, piece: PieceSlice, buffer: Tensor) -> PieceCopy:
         """The copy between a pool and a piece in `buffer`, [bytes] uint8 on its device."""
@@ -90,17 +91,17 @@ class PartCopies:
         with torch.inference_mode():
             values = buffer[: piece.num_bytes].view(piece.dtype).view(piece.shape)
             pool, values = _widened(self._regions[piece.name][piece.layers], values, dim)
-            return PieceCopy(pool, dim, self._rows[piece.name][piece.rows], values)
+            return PieceCopy(pool, dim, self._places[piece.name][piece.entries], values)
 
     def gather(self, copy: PieceCopy) -> None:
         """Copy from the pool into a buffer."""
         with torch.inference_mode():
-            torch.index_select(copy.pool, copy.dim, copy.rows, out=copy.values)
+            torch.index_select(copy.pool, copy.dim, copy.places, out=copy.values)
 
     def scatter(self, copy: PieceCopy) -> None:
         """Copy from a buffer into the pool."""
         with torch.inference_mode():
-            copy.pool.index_copy_(copy.dim, copy.rows, copy.values)
+            copy.pool.index_copy_(copy.dim, copy.places, copy.values)
 
 
 def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:
@@ -116,15 +117,16 @@ def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:
 
 
 def _slice(
-    name: str, tensor: TensorFormat, part: Shard, layers: slice = slice(0, 1), rows: slice = slice(0, 1)
+    name: str, tensor: TensorFormat, part: Shard, layers: slice = slice(0, 1), entries: slice = slice(0, 1)
 ) -> PieceSlice:
-    """These layers and rows of a part; by default one row of one layer."""
-    num_layers, num_rows, units = layers.stop - layers.start, rows.stop - rows.start, part[name].units.count
-    shape: tuple[int, ...] = num_layers, num_rows, units, *tensor.shape
+    """These layers of these entries of a part; by default one layer of one entry."""
+    num_layers, num_entries = layers.stop - layers.start, entries.stop - entries.start
+    units = part[name].units.count
+    shape: tuple[int, ...] = num_layers, num_entries, units, *tensor.shape
     if name == KV:
         both, block_size, head_dim = tensor.shape
-        shape = num_layers, both, num_rows, block_size, units, head_dim
-    return PieceSlice(name, layers, rows, shape, tensor.torch_dtype)
+        shape = num_layers, both, num_entries, block_size, units, head_dim
+    return PieceSlice(name, layers, entries, shape, tensor.torch_dtype)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -132,8 +134,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _widened(pool: Tensor, values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The same numbers with rows as long and words as wide as both allow: copies take fewer instructions."""
-    with suppress(RuntimeError):  # of a part of the units, rows are not contiguous
+    """Views with as few dimensions and as wide words as both allow: copies take fewer instructions."""
+    with suppress(RuntimeError):  # a part of the units is not contiguous
         pool, values = pool.view(*pool.shape[: dim + 1], -1), values.view(*values.shape[: dim + 1], -1)
     for word in (torch.int64, torch.int32):
         if all(_has_words(tensor, word) for tensor in (pool, values)):
@@ -242,17 +244,17 @@ def send_pieces(
         checksum = staging.reserve(layout)
         for index, (piece, size) in enumerate(zip(layout.pieces, layout.sizes, strict=True)):
             if len(under_way) == NUM_BUFFERS:
-                wait_for(under_way.popleft().is_done)
+                wait_for(under_way.popleft().poll_done)
             buffer = staging.buffers[index % NUM_BUFFERS][:size]
             with lease.held():
                 copies.gather(copies.between(piece, buffer))
             packed = staging.mark()
             sums.append(checksum(buffer, index))
             if under_way:
-                wait_for(under_way[-1].is_launched)
+                wait_for(under_way[-1].poll_launched)
             under_way.append(pipe.send(buffer, packed))
         if under_way:
-            wait_for(under_way[-1].is_launched)
+            wait_for(under_way[-1].poll_launched)
         return _listed(sums), under_way
 
 
@@ -269,11 +271,11 @@ def receive_pieces(
             for posted in range(len(under_way), min(index + NUM_BUFFERS, len(layout.pieces))):
                 place = posted % NUM_BUFFERS
                 if under_way:
-                    wait_for(under_way[-1].is_launched)
+                    wait_for(under_way[-1].poll_launched)
                 under_way.append(pipe.receive(staging.buffers[place][: layout.sizes[posted]], free[place]))
             buffer = staging.buffers[index % NUM_BUFFERS][: layout.sizes[index]]
             to_pools = copies.between(piece, buffer)
-            wait_for(under_way[index].is_done)
+            wait_for(under_way[index].poll_done)
             sums.append(checksum(buffer, index))
             with lease.held():
                 copies.scatter(to_pools)

@@ -29,11 +29,11 @@ class NcclFacts(NamedTuple):
 
 
 class MessagePassage(NamedTuple):
-    """A piece on its way; both questions raise where it failed."""
+    """A piece on its way; a poll takes what has arrived, and raises where the piece failed."""
 
-    is_done: Callable[[], bool]  # whether the piece has left this rank or arrived
+    poll_done: Callable[[], bool]  # whether the piece has left this rank, or is in its buffer
 
-    def is_launched(self) -> bool:
+    def poll_launched(self) -> bool:
         """Whether the pipe accepts the next piece."""
         return True
 
@@ -45,14 +45,14 @@ class NcclPassage:
         self._stream, self._is_settled = stream, is_settled
         self.event: torch.cuda.Event | None = None
 
-    def is_launched(self) -> bool:
+    def poll_launched(self) -> bool:
         if self.event is None and self._is_settled():
             self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self.event.record(self._stream)
         return self.event is not None
 
-    def is_done(self) -> bool:
-        return self.is_launched() and self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
+    def poll_done(self) -> bool:
+        return self.poll_launched() and self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 Passage = MessagePassage | NcclPassage
@@ -79,6 +79,7 @@ class MessagePipe:
         return MessagePassage(lambda: self._fill(piece, number))
 
     def _fill(self, piece: Tensor, number: int) -> bool:
+        """Whether the piece of this number is filled; takes the next payload, if one has come."""
         if self._num_received < number and self.arrived:
             payload = self.arrived.popleft()
             if len(payload) != len(piece):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MambaSlotCapacityError
-from .exports import CacheAccess, rows_at_once
+from .exports import CacheAccess, entries_at_once
 from .format import KV, PrefixForest
 
 
@@ -159,12 +159,12 @@ class Placement:
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy KV and states of this rank's part into the new blocks and slots, on the current stream."""
-        row_of = {node: row for row, node in enumerate(self._forest.states)}
+        entry_of = {node: entry for entry, node in enumerate(self._forest.states)}
         blocks = list(self.new_blocks.values()), list(self.new_blocks)
-        slots = list(self.new_slots.values()), [row_of[node] for node in self.new_slots]
+        slots = list(self.new_slots.values()), [entry_of[node] for node in self.new_slots]
         with torch.inference_mode():
             for name, pool in self._access.pools.items():
-                write_rows(pool, *(blocks if name == KV else slots), tensors[name])
+                write_entries(pool, *(blocks if name == KV else slots), tensors[name])
 
     def digest(self) -> str:
         """Equal on ranks whose `place` decided alike."""
@@ -226,8 +226,8 @@ class Placement:
             self._kv_blocks.release_memory_blocks(self._paths.pop())
 
 
-def write_rows(pool: Tensor, rows: Sequence[int], value_rows: Sequence[int], values: Tensor) -> None:
-    """Overwrite distinct `rows` of a pool's second dimension by `value_rows` of `values`."""
-    for first, some in rows_at_once(pool, rows):
-        staged = values[:, list(value_rows[first : first + len(some)])].to(pool.device)
+def write_entries(pool: Tensor, entries: Sequence[int], sources: Sequence[int], values: Tensor) -> None:
+    """Overwrite distinct `entries` (blocks or slots) of a pool by the entries `sources` of `values`."""
+    for first, some in entries_at_once(pool, entries):
+        staged = values[:, list(sources[first : first + len(some)])].to(pool.device)
         pool.index_copy_(1, torch.tensor(some, dtype=torch.int64, device=pool.device), staged)

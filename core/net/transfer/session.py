@@ -42,7 +42,7 @@ class Session[Key](ABC):
         """Begin the first call. `nccl`: what this rank can use; None to do without."""
         self.store, self.nccl, self.device = store, nccl, access.spec.device
         self.lease = PoolLease()
-        self.staging = Staging(self.device, access.engine.config.free_memory == "zero")
+        self.staging = Staging(self.device, scrubs=access.engine.config.free_memory == "zero")
         self.peers: dict[Key, Peer] = {}  # by address at the source, by connection at the destination
         self.transport = ""  # "nccl" or "messages", by which pieces went last
         self.num_bytes = 0  # of the last hand-over
@@ -91,18 +91,18 @@ class Session[Key](ABC):
         return message
 
     def exchange[T](
-        self, move: Callable[..., T], peer: Peer, request: PieceRequest, rows: tuple[list[int], list[int]]
+        self, move: Callable[..., T], peer: Peer, request: PieceRequest, blocks: list[int], slots: list[int]
     ) -> T:
-        """`send_pieces` or `receive_pieces` of what `request` names; `rows`: blocks and slots."""
+        """`send_pieces` or `receive_pieces` of what `request` names, between these blocks and slots."""
         pipe: MessagePipe | NcclPipe | None = peer.message_pipe
         if request.over_nccl:
             if request.nccl_id:
                 peer.nccl_pipe = NcclPipe(self.device, self.nccl_rank, request.nccl_id, self.remaining_s)
             if (pipe := peer.nccl_pipe) is None:
                 raise TransferError(f"{peer.name} asks for a communicator that was not made")
-        layout = PieceLayout(self.access.format(), request.part or {}, len(rows[0]), len(rows[1]))
+        layout = PieceLayout(self.access.format(), request.part or {}, len(blocks), len(slots))
         with self.staging.on_stream():
-            copies = PartCopies(self.access, request.part or {}, *rows)
+            copies = PartCopies(self.access, request.part or {}, blocks, slots)
         wait_for = partial(self.wait_for, peer=peer, over_nccl=request.over_nccl)
         moved = move(pipe, layout, copies, self.staging, self.lease, wait_for)
         self.transport = "nccl" if request.over_nccl else "messages"
@@ -150,7 +150,7 @@ class Session[Key](ABC):
                 peer.link.close()
             if peer.nccl_pipe is not None and not peer.nccl_pipe.close():
                 _leaked.append(self.staging)
-                self.staging = Staging(self.device, self.staging.scrubs)
+                self.staging = Staging(self.device, scrubs=self.staging.scrubs)
 
     def close(self, reason: str = "") -> None:
         """End all connections."""
@@ -271,16 +271,17 @@ class Source(Session[Address]):
         part = request.part or {}
         check_shard(offered.description.format, part)
         sources_for([shard_of(self.access.spec)], part)  # raises for what this rank does not hold
-        rows = _rows("blocks", request.blocks, offered.blocks), _rows("states", request.states, offered.slots)
-        sums, under_way = self.exchange(send_pieces, peer, request, rows)
+        blocks = _offered("blocks", request.blocks, offered.blocks)
+        slots = _offered("states", request.states, offered.slots)
+        sums, under_way = self.exchange(send_pieces, peer, request, blocks, slots)
         peer.send(messages.Checksums(sums))
         for passage in under_way:
-            self.wait_for(passage.is_done, peer, request.over_nccl)
+            self.wait_for(passage.poll_done, peer, request.over_nccl)
         self.staging.scrub()
         self.expect(peer, messages.Received)
 
 
-def _rows(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
+def _offered(name: str, nodes: list[int], offered: dict[int, int]) -> list[int]:
     if len(set(nodes)) < len(nodes) or not offered.keys() >= set(nodes):
         raise TransferError(f"the receiver asks for {name} that were not offered, or for one twice")
     return [offered[node] for node in nodes]
@@ -331,7 +332,7 @@ class Destination(Session[bytes]):
 
     def fill(self, offers: list[tuple[Peer, Offer, Description]], placement: Placement) -> None:
         """Ask the source for the blocks and states of a placement, and copy them into the pools."""
-        blocks, slots = placement.new_blocks, placement.new_slots
+        blocks, slots = placement.new_blocks, placement.new_slots  # by node
         parts = sources_for([found.shard for *_, found in offers], shard_of(self.access.spec))
         asked: list[tuple[Peer, PieceRequest]] = []
         for index, (peer, offer, _) in enumerate(offers):
@@ -343,11 +344,11 @@ class Destination(Session[bytes]):
                 new_id = new_nccl_id() if over_nccl and peer.nccl_pipe is None else b""
                 asked.append((peer, PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)))
                 peer.send(asked[-1][1])
-        rows = list(blocks.values()), list(slots.values())
         self.num_bytes = 0
         for peer, request in asked:
             with peer.named():
-                sums = self.exchange(receive_pieces, peer, request, rows)
+                own = list(blocks.values()), list(slots.values())
+                sums = self.exchange(receive_pieces, peer, request, *own)
                 self.staging.scrub()
                 if self.expect(peer, messages.Checksums).values != sums:
                     raise TransferError(

@@ -39,9 +39,9 @@ class PrefixShard:
         format: of the whole model.
         forest: the prefixes, the same in every part.
         shard: which part of each tensor this is.
-        tensors: those of `format`, on the CPU. Each is [layers, rows, units, *shape of a unit]. The rows of
-            "kv" are the blocks, in the order of the nodes; those of the others are the states, in the order
-            of `forest.states`.
+        tensors: those of `format`, on the CPU. Each is [layers, entries, units, *shape of a unit]. The
+            entries of "kv" are the blocks, in the order of the nodes; those of the others are the states, in
+            the order of `forest.states`.
     """
 
     format: PrefixFormat
@@ -135,8 +135,8 @@ def shapes_of(form: PrefixFormat, forest: PrefixForest, shard: Shard) -> dict[st
     """The shape of each tensor of the part `shard`; see `PrefixShard`."""
     shapes = {}
     for name, tensor in form.tensors.items():
-        num_rows = len(forest) if name == KV else len(forest.states)
-        shapes[name] = shard[name].layers.count, num_rows, shard[name].units.count, *tensor.shape
+        num_entries = len(forest) if name == KV else len(forest.states)
+        shapes[name] = shard[name].layers.count, num_entries, shard[name].units.count, *tensor.shape
     return shapes
 
 

@@ -74,7 +74,7 @@ def test_newer_versions_than_the_tested_ones_are_named(monkeypatch: pytest.Monke
 def test_a_cache_that_misses_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(PrefixCache, "commit", lambda cache, step: (cache.slots.release(), {})[1])
+    monkeypatch.setattr(PrefixCache, "commit", lambda cache, step: (cache.slots.release_all(), {})[1])
     assert main(["doctor", "--device", "cpu"]) == 1
     assert "WRONG a repeated prompt resumes: 0 of 100 tokens" in capsys.readouterr().out
 

@@ -174,7 +174,7 @@ def test_a_copy_in_host_memory_that_is_bad_leaves_kv_and_no_hit() -> None:
     texts = [random_tokens(26, 80 + seed) for seed in range(3)]
     for text in texts:
         serve_checked(engine, [text], length=1)
-    tier = engine.context.prefix_cache.tier
+    tier = engine.context.prefix_cache.tiers
     assert tier is not None
     tier.copies.memory[:, ::5] ^= 1  # type: ignore[attr-defined]
     (result,) = serve_checked(engine, [[*texts[0], 1]], length=1)
@@ -269,7 +269,7 @@ def test_nothing_is_found_between_reservation_and_copy(
 ) -> None:
     source, target = warm(), engine_of(num_kv_blocks=20, num_mamba_slots=6)
     serve_checked(target, [random_tokens(30, 70 + seed) for seed in range(3)])  # the pools are in use
-    owner, name = (session, "receive_pieces") if way == "hand-over" else (placement, "write_rows")
+    owner, name = (session, "receive_pieces") if way == "hand-over" else (placement, "write_entries")
     real, watch, calls = getattr(owner, name), Watch(target), 0
 
     def failing(*arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from oracle.serving import (
     small_engine,
     small_model,
 )
-from oracle.toy_engine import ask, resumed, tier_of, toy_engine
+from oracle.toy_engine import ask, resumed, tiers_of, toy_engine
 from oracle.workload import assert_idle, counted_moves
 
 HEAD = random_tokens(40, 1)
@@ -165,7 +165,7 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
     for text in texts:
         serve_checked(source, [text], length=1)
     looked: list[int] = []
-    write_rows = placement.write_rows
+    write_entries = placement.write_entries
 
     def looking(*arguments: Any) -> None:
         slots = target.context.prefix_cache.slots
@@ -175,10 +175,10 @@ def test_an_import_that_holds_every_slot_stops_no_request(monkeypatch: pytest.Mo
                 slots.reserve_slots([10**6])
             looked.append(len(slots.reserved))
         slots.check_integrity()
-        write_rows(*arguments)
+        write_entries(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(placement, "write_rows", looking)
+        patched.setattr(placement, "write_entries", looking)
         report = import_prefixes(target, encode_prefixes(export_prefixes(source)))
     assert report.imported.states > 0
     assert looked
@@ -214,7 +214,7 @@ def test_states_pinned_by_requests_users_and_the_tier_at_once(slots: int, rows: 
         assert_cache_is_right(engine)
         for pinned in pins:
             engine.unpin(pinned)
-    assert tier_of(engine).stats().num_states_fetched > 0
+    assert tiers_of(engine).stats().num_states_fetched > 0
     assert resumed(engine) > 0
     assert_idle(engine)
 

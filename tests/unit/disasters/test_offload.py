@@ -16,7 +16,7 @@ from oracle.cached_prefixes import assert_cache_is_right
 from oracle.file_starts import wait_for
 from oracle.late_streams import late_copies
 from oracle.serving import random_tokens, serve_checked, small_engine, small_model
-from oracle.toy_engine import ask, resumed, tier_of, toy_engine
+from oracle.toy_engine import ask, resumed, tiers_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
 from oracle.workload import assert_idle
 
@@ -32,7 +32,7 @@ def disk(path: Path) -> dict[str, Any]:
 
 
 def wait_for_files(engine: ms.DynamicInferenceEngine) -> None:
-    copies = tier_of(engine).copies
+    copies = tiers_of(engine).copies
     if isinstance(copies, HostCopies) and copies._files is not None:
         wait_for(copies._files)
 
@@ -62,7 +62,7 @@ def states_of(engine: ms.DynamicInferenceEngine) -> dict[int, int]:
 def test_a_slot_is_not_found_before_its_copy_is_known_to_be_right(
     tiered: ms.DynamicInferenceEngine, monkeypatch: pytest.MonkeyPatch, error: Any, where: str
 ) -> None:
-    slots, copies, seen = tiered.context.prefix_cache.slots, tier_of(tiered).copies, []
+    slots, copies, seen = tiered.context.prefix_cache.slots, tiers_of(tiered).copies, []
     fetch = copies.fetch
 
     def failing(host_slot: int, slot: int, serial: int) -> bool:
@@ -112,7 +112,7 @@ def test_a_way_out_or_back_that_fails_costs_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: type[BaseException], after: bool
 ) -> None:
     engine = toy_engine(1, 1, max_requests=1, **disk(tmp_path))
-    copies, failures = tier_of(engine).copies, 0
+    copies, failures = tiers_of(engine).copies, 0
     real = getattr(copies, call)
 
     def failing(*arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from oracle.late_streams import late_copies
 from oracle.serving import random_tokens, resumable
 from oracle.state_channel import keys_of, resumable_keys
 from oracle.toy_answers import Ask, answer
-from oracle.toy_engine import ask, tier_of, toy_engine
+from oracle.toy_engine import ask, tiers_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
 from oracle.transfers import engine_of
 from oracle.workload import assert_idle
@@ -120,7 +120,7 @@ def test_copies_of_old_states_in_host_memory_and_files_never_come_back(
             hits = 0
             for turn in range(3):
                 hits += ask_all(engine, version, turn) if turn else first(engine, version)
-                copies = tier_of(engine).copies
+                copies = tiers_of(engine).copies
                 assert isinstance(copies, HostCopies)
                 if copies._files is not None:
                     wait_for(copies._files)

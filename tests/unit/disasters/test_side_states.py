@@ -97,7 +97,7 @@ def test_all_tensors_go_to_host_memory_and_files_and_come_back(disk: bool, tmp_p
             serve_checked(engine, [text], length=2)
             assert_cache_is_right(engine)
             if disk:
-                wait_for(engine.context.prefix_cache.tier.copies._files)  # type: ignore[union-attr]
+                wait_for(engine.context.prefix_cache.tiers.copies._files)  # type: ignore[union-attr]
     tiers = engine.stats().cache.tiers
     assert tiers.num_states_fetched > 0
     assert (tiers.num_states_fetched_from_disk > 0) == disk

@@ -48,7 +48,7 @@ FAULTS = {
                 CONTEXTS + "admission.py",
                 "start = max(num_computed, match.resume_tokens)",
                 "known = (match.seen_tokens - 1) // self._block_size * self._block_size\n"
-                "            start = max(num_computed, known) if num_computed else match.resume_tokens",
+                "        start = max(num_computed, known) if num_computed else match.resume_tokens",
             ),
         ),
     ),
@@ -195,10 +195,10 @@ FAULTS = {
         (
             (
                 CONTEXTS + "admission.py",
-                "            if stop <= start or not self._can_hold(request, match, stop):\n",
-                "            if allocation is None:\n"
-                "                self._cache.kv_blocks.add_references(match.blocks)\n"
-                "            if stop <= start or not self._can_hold(request, match, stop):\n",
+                "        if stop <= start or not self._can_hold(request, match, stop):\n",
+                "        if allocation is None:\n"
+                "            self._cache.kv_blocks.add_references(match.blocks)\n"
+                "        if stop <= start or not self._can_hold(request, match, stop):\n",
             ),
         ),
     ),

@@ -342,7 +342,7 @@ class DraftedScenario(Scenario):
                 for i in range((self._steps + request.allocation.row) % 4)
             ]
             wanted = wanted[: chunk.max_drafts(context.config.num_speculative_tokens)]
-            chunks.append(context.admission.draft(chunk, wanted))
+            chunks.append(context.admission.add_drafts(chunk, wanted))
         inputs = context.begin_step(chunks, self._padding)
         if self._padding is None:
             assert inputs.shape.decode_tokens == max(1 + len(chunk.drafts) for chunk in chunks)

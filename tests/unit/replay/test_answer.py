@@ -1,7 +1,7 @@
 """How much memory to give: the sentence, and the table around it."""
 
 import pytest
-from mambaslots.replay.cache_rows import DEFAULT_ROW, UNLIMITED, PolicyRow
+from mambaslots.replay.compared_caches import DEFAULT_CACHE, UNLIMITED, OwnCache
 from mambaslots.replay.report import (
     BudgetPoint,
     Cell,
@@ -82,8 +82,8 @@ def test_each_trace_and_kind_of_budget_has_its_sentence() -> None:
 
 def cell(trace: str, row: str, setting: ReplaySetting, resumed: int) -> CellResult:
     result = ReplayResult(7, 100, resumed, {"never_seen": 100 - resumed} if row == "ours" else {})
-    rows = {"ours": DEFAULT_ROW, "unlimited": UNLIMITED}
-    return CellResult(Cell(TraceSource(trace), rows.get(row, PolicyRow(row)), setting), trace, 7, result)
+    rows = {"ours": DEFAULT_CACHE, "unlimited": UNLIMITED}
+    return CellResult(Cell(TraceSource(trace), rows.get(row, OwnCache(row)), setting), trace, 7, result)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def cell(trace: str, row: str, setting: ReplaySetting, resumed: int) -> CellResu
 def test_the_pool_that_lacks_memory_is_named(lost: dict[str, int], said: str) -> None:
     setting = ReplaySetting(SHAPE, state_gb=8.0, kv_gb=1.0)
     result = ReplayResult(10, 1000, 600, lost_by_reason=lost)
-    one = CellResult(Cell(TraceSource("chat"), DEFAULT_ROW, setting), "chat", 10, result)
+    one = CellResult(Cell(TraceSource("chat"), DEFAULT_CACHE, setting), "chat", 10, result)
     (sentence,) = sizing_sentences([one], {"chat": 0.9}, "ours")
     assert sentence.startswith(f"chat: {said}")

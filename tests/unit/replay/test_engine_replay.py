@@ -6,7 +6,7 @@ import mambaslots as ms
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.eviction import EVICTION_POLICIES
-from mambaslots.replay.cache_rows import spec_of
+from mambaslots.replay.compared_caches import spec_of
 from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.setting import ModelShape, StepCost
 from mambaslots.replay.trace import Trace, TraceRequest

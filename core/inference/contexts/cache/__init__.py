@@ -24,7 +24,7 @@ use_rates            how soon requests come back to a state of each class
 memory, unit_borrower
                      both pools as units of one memory; what moves units between them
 free_entries         the free list in a memory of units; which free entries are not zero yet
-tier                 which states have a copy in host memory or in a file
+state_tiers          which states have a copy in host memory or in a file
 hashing              chained hashes of blocks, and salts
 pool_stats           counts, and why tokens were computed or entries removed
 """

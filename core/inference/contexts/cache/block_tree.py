@@ -95,22 +95,21 @@ class LeafOrder:
         return self._entry_of.keys()
 
     @property
-    def first(self) -> LeafEntry | None:
-        """The entry of the next leaf to go; None without a leaf."""
+    def first(self) -> int:
+        """The next leaf to go; -1 without a leaf."""
         while self._heap:
             entry = self._heap[0]
             if self._entry_of.get(entry[2]) is entry:
-                return entry
+                return entry[2]
             heapq.heappop(self._heap)
-        return None
+        return -1
 
     def pop(self) -> int:
         """Remove and return the next leaf to go; there is one."""
-        while True:
-            entry = heapq.heappop(self._heap)
-            if self._entry_of.get(entry[2]) is entry:
-                del self._entry_of[entry[2]]
-                return entry[2]
+        block = self.first
+        heapq.heappop(self._heap)
+        del self._entry_of[block]
+        return block
 
     def push(self, block: int) -> None:
         """Give a leaf its place in the order; an earlier place of the leaf is void."""

@@ -19,7 +19,7 @@ from .pool_stats import (
     StateRemovalCause,
     Turnover,
 )
-from .tier import HostTier
+from .state_tiers import StateTiers
 
 _MAX_CHANGES = 4096
 
@@ -31,11 +31,11 @@ class CachedStates:
     """
 
     def __init__(
-        self, num_slots: int, tree: BlockTree, policy: EvictionPolicy, clock: Clock, tier: HostTier | None
+        self, num_slots: int, tree: BlockTree, policy: EvictionPolicy, clock: Clock, tiers: StateTiers | None
     ) -> None:
         self.tree = tree
         self.policy = policy
-        self.offloaded_hashes: HostTier | frozenset[int] = frozenset() if tier is None else tier
+        self.offloaded_hashes: StateTiers | frozenset[int] = frozenset() if tiers is None else tiers
         self.slot_of_block: dict[int, int] = {}  # of the state at its end, in the order of commits
         self.state_block_of_hash: dict[int, int] = {}  # prefix hash -> the block whose state it finds
         self.used_slots: set[int] = set()  # slots from which a request resumed since their commit
@@ -168,7 +168,7 @@ class CachedStates:
         self.mark_changed(hashes)
 
     def mark_copies_lost(self, hashes: Collection[int]) -> None:
-        """The tier has no copy under these hashes any more."""
+        """The tiers have no copy under these hashes any more."""
         block_of_hash = self.tree.block_of_hash
         self.mark_changed(hashes)
         self.tree.leaves.reorder(
@@ -182,9 +182,7 @@ class CachedStates:
         assert all(self._block_of_slot[slot] == slots[slot] for slot in slots), "a slot's block is another"
         assert all(self._last_used_ns[slot] <= self._latest_ns for slot in slots), "a use is in the future"
         assert self.used_slots <= slots.keys(), "a slot without a state counts as used"
-        hashes = {
-            prefix_hash: block for slot, block in slots.items() if (prefix_hash := self._hash_of_slot[slot])
-        }
+        hashes = {each: block for slot, block in slots.items() if (each := self._hash_of_slot[slot])}
         assert hashes == self.state_block_of_hash, "a state's hash is another"
         for prefix_hash, block in hashes.items():
             assert self.tree.hash_of(block) == prefix_hash, f"block {block} has a state of another hash"

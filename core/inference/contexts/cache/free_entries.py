@@ -89,11 +89,9 @@ class DirtyEntries:
 
     def clean(self, entries: Iterable[int]) -> None:
         """Zero those of these entries that are dirty, before they are allocated."""
-        if self._entries and self._zero is not None:
-            found = self._entries.intersection(entries)
-            if found:
-                self._zero(sorted(found))
-                self._entries -= found  # last: an interrupted call zeroes again
+        if self._entries and self._zero is not None and (found := self._entries.intersection(entries)):
+            self._zero(sorted(found))
+            self._entries -= found  # last: an interrupted call zeroes again
 
     def has_any(self, entries: Iterable[int]) -> bool:
         return not self._entries.isdisjoint(entries)

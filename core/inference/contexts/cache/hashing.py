@@ -15,7 +15,7 @@ ENVIRONMENT_NAME = "MAMBASLOTS_SALT_KEY"
 SHORTEST_KEY = 16
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
+def token_bytes(tokens: Sequence[int] | np.ndarray) -> bytes:
     """The bytes of token ids, as a chain hashes and the tree compares them."""
     return np.asarray(tokens, dtype="<u4").tobytes()
 
@@ -40,7 +40,7 @@ class PrefixHashChain:
         self.block_size_tokens = block_size_tokens
         self._digests = [root]
 
-    def extend_to(self, sequence: Sequence[int], length: int | None = None) -> None:
+    def extend_to(self, sequence: Sequence[int] | np.ndarray, length: int | None = None) -> None:
         """Hash the whole blocks of `sequence[:length]` that are not hashed yet; O(new tokens)."""
         size = self.block_size_tokens
         stop = min(len(sequence), len(sequence) if length is None else length) // size

@@ -204,9 +204,7 @@ class KVBlockAllocator:
                 found.
         """
         if not self._registers:
-            raise ValueError(
-                "enable_prefix_caching is False; accepted: no registration without prefix caching"
-            )
+            raise refused("enable_prefix_caching", False, "no registration without prefix caching")
         blocks = self._checked(block_ids)
         hashes = checked_integers("hashes", hashes, 1, MAX_HASH)
         if not isinstance(tokens, Sequence) or countOf(map(type, tokens), bytes) < len(tokens):

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import NamedTuple, Self
 
 from ....validation import ceil_div
@@ -165,6 +164,11 @@ class MemoryUnits:
         return max(len(self.units_of_slots(slots)), beyond)
 
     @property
+    def lent_slots(self) -> list[int]:
+        """Slots whose memory holds KV; O(slots)."""
+        return [slot for unit, held in enumerate(self.for_states) if not held for slot in self.slots_of(unit)]
+
+    @property
     def num_lent_slots(self) -> int:
         """How many slots' memory holds KV; O(units)."""
         return (self.num_units - sum(self.for_states)) * self.slots_per_unit
@@ -172,16 +176,9 @@ class MemoryUnits:
     @property
     def lent_blocks(self) -> list[int]:
         """Blocks whose memory holds states; O(blocks)."""
-        state_units = compress(range(self.num_units), self.for_states)
-        return [block for unit in state_units for block in self.blocks_of(unit)]
-
-    @property
-    def lent_slots(self) -> list[int]:
-        """Slots whose memory holds KV; O(slots)."""
-        kv_units = (unit for unit in range(self.num_units) if not self.for_states[unit])
-        return [slot for unit in kv_units for slot in self.slots_of(unit)]
+        return [block for unit, held in enumerate(self.for_states) if held for block in self.blocks_of(unit)]
 
     @property
     def num_lent_blocks(self) -> int:
-        """Blocks whose memory holds states; O(units)."""
+        """How many blocks' memory holds states; O(units)."""
         return sum(self.for_states) * self.blocks_per_unit

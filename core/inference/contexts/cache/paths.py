@@ -12,8 +12,6 @@ from .hashing import PrefixHashChain, token_bytes
 from .state_slots import StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
-
-
 UNKNOWN_TOKEN = 2**32 - 1
 """In place of a token that only the device knows; no vocabulary has it."""
 
@@ -114,6 +112,10 @@ class PathStep:
         )
 
 
+type Places[S: PathStep] = dict[int, tuple[S, Boundary]]
+"""The hash of a state to store -> the step that stores it, and at which boundary."""
+
+
 class PlannedState(NamedTuple):
     """A state that a step will store: the arguments of `EvictionPolicy.insert_planned`."""
 
@@ -147,35 +149,12 @@ class Reservations:
 
     def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
         """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
-        slots, cached_states = self._slots, self._slots.cached_states
-        certain: dict[int, tuple[S, Boundary]] = {}  # by hash
-        guessed: dict[int, tuple[S, Boundary]] = {}
-        for step in steps:
-            for boundary in step.boundaries:
-                prefix_hash = step.hash_at(boundary.position)
-                if prefix_hash not in cached_states.state_block_of_hash:
-                    is_guess = not step.knows_tokens_before(boundary) and (
-                        step.drafts or self._may_be_cached(step, boundary)
-                    )
-                    (guessed if is_guess else certain).setdefault(prefix_hash, (step, boundary))
+        certain, guessed = self._missing_states(steps)
         if not (certain or guessed):
             return list(steps)
-        by_worth = sorted(certain, key=lambda prefix_hash: KINDS_BY_WORTH.index(certain[prefix_hash][1].kind))
-        wanted = by_worth
-        if max_inner_states is not None:
-            inner = [prefix_hash for prefix_hash in by_worth if _is_inner(*certain[prefix_hash])]
-            beyond = set(inner[max_inner_states:])
-            wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
-        if not self._policy.refuses:
-            planned = map(certain.__getitem__, wanted)
-            decoding = [step.path for step, boundary in planned if boundary.kind == "decode"]
-            slots.remove_rolling_states(decoding, len(wanted))
-        unknown = {each for each in wanted if not PathStep.knows_tokens_before(*certain[each])}
-        chosen = self.plan([PlannedState.of(*certain[each], each) for each in wanted], unknown)
-        passed = unknown.union(chosen)  # what is unknown is remembered once its tokens are known
-        cached_states.remember_refused([prefix_hash for prefix_hash in by_worth if prefix_hash not in passed])
+        chosen = self._choose(certain, max_inner_states)
         # Guesses evict nothing: drafts may be wrong, and a repeated answer's state may be cached.
-        num_free = len(slots.free_slots) - len(chosen)
+        num_free = len(self._slots.free_slots) - len(chosen)
         guesses = [prefix_hash for prefix_hash in guessed if prefix_hash not in certain][:num_free]
         self._placeholders.update(each for each in guesses if not guessed[each][0].drafts)
         chosen += guesses
@@ -189,6 +168,19 @@ class Reservations:
             for step in steps
         ]
 
+    def _missing_states[S: PathStep](self, steps: Sequence[S]) -> tuple[Places[S], Places[S]]:
+        """The states to store that are not cached, by hash: certain ones, and guesses."""
+        certain: Places[S] = {}
+        guessed: Places[S] = {}
+        for step in steps:
+            for boundary in step.boundaries:
+                prefix_hash = step.hash_at(boundary.position)
+                if prefix_hash not in self._slots.cached_states.state_block_of_hash:
+                    is_known = step.knows_tokens_before(boundary)
+                    is_guess = not is_known and (step.drafts or self._may_be_cached(step, boundary))
+                    (guessed if is_guess else certain).setdefault(prefix_hash, (step, boundary))
+        return certain, guessed
+
     def _may_be_cached(self, step: PathStep, boundary: Boundary) -> bool:
         """Whether there is a state of the tokens before the boundary, as far as these are known."""
         tree, chain = self._slots.tree, step.path.chain
@@ -199,6 +191,22 @@ class Reservations:
         known = token_bytes(step.sequence[boundary.position - chain.block_size_tokens :])
         cached = map(tree.content_of, self._slots.cached_states.state_block_of_hash.values())
         return any(before == parent and content.startswith(known) for before, content in cached)
+
+    def _choose[S: PathStep](self, certain: Places[S], max_inner_states: int | None) -> list[int]:
+        """Plan these states, and evict for them; the hashes of those that get slots. Remembers the others."""
+        by_worth = sorted(certain, key=lambda prefix_hash: KINDS_BY_WORTH.index(certain[prefix_hash][1].kind))
+        inner = [] if max_inner_states is None else [each for each in by_worth if _is_inner(*certain[each])]
+        beyond = set(inner[max_inner_states:])
+        wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
+        if not self._policy.refuses:
+            planned = map(certain.__getitem__, wanted)
+            decoding = [step.path for step, boundary in planned if boundary.kind == "decode"]
+            self._slots.remove_rolling_states(decoding, len(wanted))
+        unknown = {each for each in wanted if not PathStep.knows_tokens_before(*certain[each])}
+        chosen = self.plan([PlannedState.of(*certain[each], each) for each in wanted], unknown)
+        passed = unknown.union(chosen)  # what is unknown is remembered once its tokens are known
+        self._slots.cached_states.remember_refused([each for each in by_worth if each not in passed])
+        return chosen
 
     def plan(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
         """Plan these states, evict what is worth less; the hashes with a slot. `unknown`: of later tokens."""
@@ -287,7 +295,7 @@ class Reservations:
             self._policy.discard_planned(prefix_hash)
         self.clear()
         self._policy.remove_planned(None)  # also what an interrupted `plan` planned
-        self._slots.release()
+        self._slots.release_all()
 
     def clear(self) -> None:
         """Expect no state any more; the caller clears slots and policy."""

@@ -18,7 +18,7 @@ from .paths import CachedPath, PathStep, PlannedState, Reservations, TableRow
 from .pins import PinnedPrefix, PinnedPrefixes
 from .pool_stats import Clock, PoolStats, TierStats
 from .state_slots import StateSlots
-from .tier import HostTier
+from .state_tiers import StateTiers
 from .unit_borrower import UnitBorrower
 
 
@@ -47,13 +47,13 @@ class PrefixCache:
         slots: the state slots; none where the cache is off.
         reservations: the slots that steps will write.
         pins: the pinned prefixes, and how many blocks they hold.
-        tier: copies of evicted states, in host memory and on the disk; None for no tier.
+        tiers: copies of evicted states, in host memory and on the disk; None for no tier.
     """
 
     def __init__(
         self, num_kv_blocks: int, num_slots: int, block_size_tokens: int,
         eviction_policy: PolicyChoice = "value", *, enabled: bool = True, clock: Clock = time.monotonic_ns,
-        num_live_slots: int = 0, tier: HostTier | None = None, division: MemoryDivision | None = None,
+        num_live_slots: int = 0, tiers: StateTiers | None = None, division: MemoryDivision | None = None,
         cleaner: MemoryCleaner | None = None,
     ) -> None:  # fmt: skip
         """
@@ -66,7 +66,7 @@ class PrefixCache:
             clock: measures the ages of what is evicted, for statistics.
             num_live_slots: additional slots that running requests may use; idle ones hold cached states. With
                 num_slots=10 and num_live_slots=4, up to 14 states are cached while no request runs.
-            tier: keeps evicted states; `HostTier(num_slots)` copies nothing, for a cache without tensors.
+            tiers: keep evicted states; `StateTiers(num_slots)` copies nothing, for a cache without tensors.
             division: of the memory that KV and states share; None where each has its own.
             cleaner: zeroes what becomes free; None for nothing.
         """
@@ -79,10 +79,10 @@ class PrefixCache:
         units = MemoryUnits(division) if division is not None else None
         num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
         self.tree = BlockTree(num_blocks)
-        self.tier = tier
+        self.tiers = tiers
         self.slots = StateSlots(
             num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
-            dirty=cleaner.slots, units=units, tier=tier,
+            dirty=cleaner.slots, units=units, tiers=tiers,
         )  # fmt: skip
         self.cached_states = self.slots.cached_states
         self.reservations = Reservations(self.slots)
@@ -173,8 +173,7 @@ class PrefixCache:
         Raises:
             ValueError: `table_row` has fewer entries than the match has blocks; nothing is changed.
         """
-        shared = list(match.blocks[path.num_registered :])
-        if shared:
+        if shared := list(match.blocks[path.num_registered :]):
             path.check_fits(len(match.blocks))
             own = path.blocks[path.num_registered :]
             self.kv_blocks.add_references(shared)
@@ -196,8 +195,7 @@ class PrefixCache:
 
     def trim(self, path: CachedPath, num_blocks: int) -> None:
         """Release all but the path's first `num_blocks` blocks; the released ones must not be registered."""
-        surplus = path.blocks[num_blocks:]
-        if surplus:
+        if surplus := path.blocks[num_blocks:]:
             path.replace(num_blocks, [])
             self.kv_blocks.release_memory_blocks(surplus)
 
@@ -313,8 +311,8 @@ class PrefixCache:
 
     def abort(self) -> None:
         """Free all slots that were reserved for a step that failed."""
-        if self.tier is not None:
-            self.tier.repair()
+        if self.tiers is not None:
+            self.tiers.repair()
         self.reservations.abort()
 
     # ---- pins, eviction, reset
@@ -326,8 +324,7 @@ class PrefixCache:
             ValueError: no boundary of the prefix has a state.
             MambaSlotCapacityError: pins have all slots that they may have; nothing is changed.
         """
-        blocks = self._resumable_blocks(chain)
-        if not blocks:
+        if not (blocks := self._resumable_blocks(chain)):
             raise ValueError(
                 f"chain has {len(chain.hashes)} whole blocks; accepted: one of a prefix with a cached state"
             )
@@ -345,8 +342,8 @@ class PrefixCache:
             path.rolling_block = -1
         for prefix in list(self.pins.held):
             self.pins.unpin(prefix)
-        if self.tier is not None:
-            self.tier.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
         self.slots.clear()  # first: no state may be findable once its block is free
         self.reservations.clear()
         self.kv_blocks.deregister_all()
@@ -357,8 +354,8 @@ class PrefixCache:
         `keep_counts`: whether the counts of what entered and was removed stay; the rest counts as "reset".
         """
         self.pins.clear()
-        if self.tier is not None:
-            self.tier.clear(keep_counts=keep_counts)
+        if self.tiers is not None:
+            self.tiers.clear(keep_counts=keep_counts)
         self.slots.clear(keep_counts=keep_counts, live=True)
         self.reservations.clear()
         try:
@@ -396,7 +393,7 @@ class PrefixCache:
             num_held_kv_blocks=kv.num_held,
             num_kv_blocks_registered=kv_turnover.num_entered,
             kv_blocks_removed_by_cause=kv_turnover.by_cause.copy(),
-            tiers=TierStats() if self.tier is None else self.tier.stats(),
+            tiers=TierStats() if self.tiers is None else self.tiers.stats(),
         )
 
     def check_integrity(
@@ -425,5 +422,5 @@ class PrefixCache:
         num_findable = len(self.cached_states.state_block_of_hash)
         assert num_findable == len(self.cached_states.slot_of_block), "a state without a hash"
         assert during_step or not self.slots.reserved, "a reservation leaked"
-        if self.tier is not None:
-            self.tier.check_integrity(self.tree.block_of_hash.__contains__)
+        if self.tiers is not None:
+            self.tiers.check_integrity(self.tree.block_of_hash.__contains__)

@@ -13,7 +13,7 @@ from .eviction import LRUEviction, PolicyChoice
 from .free_entries import DirtyEntries
 from .memory import MemoryUnits
 from .pool_stats import STATE_EVICTIONS, Clock, SlotCounts, StateRemovalCause
-from .tier import HostTier
+from .state_tiers import StateTiers
 from .value_eviction import ValueEviction
 
 
@@ -38,12 +38,12 @@ class StateSlots:
     def __init__(
         self, num_slots: int, policy: PolicyChoice, tree: BlockTree, num_kv_blocks: int = 0, *,
         clock: Clock = time.monotonic_ns, dirty: DirtyEntries | None = None,
-        units: MemoryUnits | None = None, tier: HostTier | None = None,
+        units: MemoryUnits | None = None, tiers: StateTiers | None = None,
     ) -> None:  # fmt: skip
         """Ghosts of `num_kv_blocks` states are remembered, or of 8 a slot if more."""
         self.num_slots = num_slots
         self.tree = tree
-        self._tier = tier
+        self._tiers = tiers
         self._units = units
         self.live_slots: set[int] = set()  # empty where live states have a pool of their own
         self.free_slots = self._unused_slots()
@@ -54,7 +54,7 @@ class StateSlots:
         if isinstance(policy, str):
             policy = ValueEviction(num_ghosts) if policy == "value" else LRUEviction()
         self.policy = policy() if isinstance(policy, type) else policy
-        self.cached_states = CachedStates(num_slots, tree, self.policy, clock, tier)
+        self.cached_states = CachedStates(num_slots, tree, self.policy, clock, tiers)
         self._dirty = dirty or DirtyEntries()
 
     # ---- lookup
@@ -124,40 +124,42 @@ class StateSlots:
             results.append(-1 if gone else self.cached_states.slot_of(block))
         return results
 
-    def release(self, slots: Sequence[int] | None = None) -> None:
-        """Free reserved slots without committing them; None frees all reserved slots that are not pinned."""
-        if slots is None:
-            slots = [slot for slot in self.reserved if slot not in self.pins]
+    def release(self, slots: Sequence[int]) -> None:
+        """Free reserved slots without committing them."""
         for slot in slots:
             del self.reserved[slot]
         self._add_free(slots)
 
+    def release_all(self) -> None:
+        """Free all reserved slots that are not pinned."""
+        self.release([slot for slot in self.reserved if slot not in self.pins])
+
     def fetch_state(
         self, blocks: Sequence[int], hashes: Sequence[int], start: int, block_size_tokens: int
     ) -> bool:
-        """Copy back the deepest good state after token `start` from the tier, if that beats computing.
+        """Copy back the deepest good state after token `start` from the tiers, if that beats computing.
 
         Waits for the copy, may evict states, and is a collective where the model is split. `blocks` and
         `hashes`: of a prefix that a match found, first block first; deeper states are not fetched. Returns
         whether states changed, so that earlier matches may be wrong.
         """
-        tier, changed = self._tier, False
-        if tier is None or not (tier.host or tier.files):
+        tiers, changed = self._tiers, False
+        if tiers is None or not (tiers.host or tiers.files):
             return False
         for depth in range(len(blocks), start // block_size_tokens, -1):
             prefix_hash, block = hashes[depth - 1], blocks[depth - 1]
-            worth = tier.is_worth_fetching(prefix_hash, depth * block_size_tokens - start)
+            worth = tiers.is_worth_fetching(prefix_hash, depth * block_size_tokens - start)
             if not worth or block in self.cached_states.slot_of_block:
                 continue
-            tier.pin(prefix_hash)
+            tiers.pin(prefix_hash)
             try:
                 (slot,) = self.reserve_slots([block])
             except MambaSlotCapacityError:
-                tier.pin(None)
+                tiers.pin(None)
                 return changed
             changed = True
-            good = tier.fetch(prefix_hash, slot)
-            self.cached_states.mark_copies_lost(tier.take_lost())
+            good = tiers.fetch(prefix_hash, slot)
+            self.cached_states.mark_copies_lost(tiers.take_lost())
             if good:
                 self.commit_slots([slot])
                 return True
@@ -208,8 +210,8 @@ class StateSlots:
 
     # ---- slots that enter the maps at once, for hosts that fill them afterwards
 
-    def allocate(self, blocks: Sequence[int]) -> list[int]:
-        """Commit a slot, without a hash, for each block; a block has one slot at most."""
+    def allocate_committed(self, blocks: Sequence[int]) -> list[int]:
+        """Allocate and commit a slot, without a hash, for each block; a block has one slot at most."""
         slot_of_block = self.cached_states.slot_of_block
         new, protected = blocks, []
         if len(set(blocks)) < len(blocks) or not slot_of_block.keys().isdisjoint(blocks):
@@ -272,8 +274,7 @@ class StateSlots:
         """Remove the states of blocks, and free their slots; `with_blocks`: these are evicted, too."""
         if with_blocks:
             self.remove_copies(blocks)
-        slots = self.cached_states.remove(blocks, cause)
-        if slots:
+        if slots := self.cached_states.remove(blocks, cause):
             if self.pins and not self.pins.keys().isdisjoint(slots):
                 pinned = [slot for slot in slots if slot in self.pins]
                 self.reserved.update(dict.fromkeys(pinned, -1))  # still read: the last unpin frees the slot
@@ -284,11 +285,11 @@ class StateSlots:
             self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
 
     def remove_copies(self, blocks: Sequence[int]) -> None:
-        """Remove the copies of these blocks' states in the tier."""
-        if self._tier is not None:
+        """Remove the copies of these blocks' states in the tiers."""
+        if self._tiers is not None:
             hashes = [self.tree.hash_of(block) for block in blocks]
             self.cached_states.mark_changed(hashes)
-            self._tier.remove(hashes)
+            self._tiers.remove(hashes)
 
     def clear(self, *, keep_counts: bool = True, live: bool = False) -> None:
         """Remove every state, reservation, pin and ghost; with `live`, live slots become free, too."""
@@ -335,11 +336,11 @@ class StateSlots:
         return taken
 
     def _spill(self, slots: Sequence[int], cause: StateRemovalCause) -> None:
-        """Copy states that are evicted to the tier, and remove them."""
+        """Copy states that are evicted to the tiers, and remove them."""
         cached_states = self.cached_states
-        if self._tier is not None:
-            self._tier.spill(slots, [cached_states.hash_of(slot) for slot in slots])
-            cached_states.mark_copies_lost(self._tier.take_lost())
+        if self._tiers is not None:
+            self._tiers.spill(slots, [cached_states.hash_of(slot) for slot in slots])
+            cached_states.mark_copies_lost(self._tiers.take_lost())
         cached_states.remove([cached_states.block_of(slot) for slot in slots], cause)
 
     def _add_free(self, slots: Sequence[int]) -> None:

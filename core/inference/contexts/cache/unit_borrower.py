@@ -117,9 +117,9 @@ class UnitBorrower:
 
     def borrow_blocks(self, num_blocks: int) -> None:
         """Add blocks until so many are free: stateless ones go first, then free slots, then states."""
-        kv, slots = self._kv_blocks, self._slots
+        kv, slots, leaves = self._kv_blocks, self._slots, self._kv_blocks.tree.leaves
         while kv.total_avail < num_blocks:
-            if (leaf := kv.tree.leaves.first) is not None and not leaf[0]:
+            if (leaf := leaves.first) >= 0 and not leaves.holds_state(leaf):
                 kv.evict_lru_blocks(1)
             elif (unit := self._free_state_unit()) >= 0:
                 self._give_to_kv(unit)

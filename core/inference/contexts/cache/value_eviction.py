@@ -158,8 +158,7 @@ class ValueEviction(EvictionPolicy):
             node.boundary_kind = kind
         elif node.is_present:
             return
-        running = self._requests.get(request)
-        if running is not None:
+        if (running := self._requests.get(request)) is not None:
             self._set_role(node, running)
         self._planned[node.prefix_hash] = node
         self._push(self._tree.make_present(node, PLANNED))
@@ -189,14 +188,12 @@ class ValueEviction(EvictionPolicy):
     def remove_planned(self, prefix_hash: int | None) -> None:
         """A planned state (None: all) was not stored, or found no slot: its demand is remembered."""
         for planned in list(self._planned) if prefix_hash is None else (prefix_hash,):
-            node = self._planned.pop(planned, None)
-            if node is not None:
+            if (node := self._planned.pop(planned, None)) is not None:
                 self._make_ghost(node, remember=True)
 
     def discard_planned(self, prefix_hash: int) -> None:
         """As if the state had not been planned: what it superseded is its request's deepest one again."""
-        node = self._planned.pop(prefix_hash, None)
-        if node is None:
+        if (node := self._planned.pop(prefix_hash, None)) is None:
             return
         for request in self._requests.values():
             former = request.superseded

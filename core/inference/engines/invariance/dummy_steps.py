@@ -67,7 +67,7 @@ class DummySteps:
         ready = [scheduled for scheduled in batch if scheduled is not None]
         assert len(ready) == len(work), "the pools hold all requests"
         if drafts:
-            ready[0] = self._context.admission.draft(ready[0], drafts)
+            ready[0] = self._context.admission.add_drafts(ready[0], drafts)
         inputs = self._context.begin_step(ready, padded)
         logits = self._model(inputs)  # no step follows one that fails
         first = ready[0]

@@ -26,7 +26,7 @@ def resumed_of_each(cache: BlockCache, index: BlockIndex, requests: Requests) ->
     for count in range(1, len(requests) + 1):
         fresh = RequestLoop(trace(requests[:count]), index.paths, cache, ONE_BY_ONE)
         for number in range(count - 1):
-            fresh._arrivals.due(1 << 60)
+            fresh._arrivals.take_due(1 << 60)
             fresh._arrivals.schedule_next(number, 0)
         fresh._num_ended = count - 1
         resumed.append(fresh.run().resumed_tokens)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mambaslots.net.routing.state_events import StateEvents
 from mambaslots.net.routing.state_index import StateIndex
 from mambaslots.net.routing.state_router import ReplicaLoad, RouteRequest
-from mambaslots.replay.cache_rows import DEFAULT_ROW, spec_of
+from mambaslots.replay.compared_caches import DEFAULT_CACHE, spec_of
 from mambaslots.replay.engine_replay import TOO_LONG, EngineReplay
 from mambaslots.replay.generate import generate
 from mambaslots.replay.setting import ModelShape, ReplaySetting, StepCost, model_shape
@@ -253,7 +253,7 @@ def test_each_request_is_served_once_and_the_router_learns_all_states(
     whole = sum(len(one.prompt) + len(one.answer) for one in trace.requests)
     computed = sum(one.num_computed_tokens for one in result.replicas)
     assert computed == whole - result.resumed_tokens
-    for events in replay.channel.due(10**18):  # what was on its way at the end
+    for events in replay.channel.take_due(10**18):  # what was on its way at the end
         router.apply(events)
     assert result.num_events == len(router.events)
     num_keys = sum(len(events.inserted) + len(events.removed) for events in router.events)
@@ -308,7 +308,7 @@ def test_a_request_that_fits_in_no_pool_is_lost_and_its_session_goes_on() -> Non
 )
 def test_one_cache_of_one_replica_is_the_plain_row(setting: ReplaySetting) -> None:
     trace = generate("chat", 0, scale=0.05)
-    expected = DEFAULT_ROW.replay(trace, setting)
+    expected = DEFAULT_CACHE.replay(trace, setting)
     assert one_cache_replay(trace, setting, Routing(1, ONE_CACHE)).replicas[0].served == expected
     assert routed_by(trace, setting, Routing(1, "prefix")).replicas[0].served == expected
 

@@ -1,7 +1,7 @@
 """What routers resume of a trace with four replicas, beside one cache that has all their memory."""
 
 import pytest
-from mambaslots.replay.cache_rows import config_of, spec_of
+from mambaslots.replay.compared_caches import config_of, spec_of
 from mambaslots.replay.generate import generate
 from mambaslots.replay.setting import ReplaySetting, StepCost, model_shape
 from mambaslots.replay.trace import Trace

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mambaslots.errors import MambaSlotCapacityError
 from mambaslots.inference.contexts import tier_copies as host_copies
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
-from mambaslots.inference.contexts.cache.tier import HostTier
+from mambaslots.inference.contexts.cache.state_tiers import StateTiers
 from mambaslots.inference.contexts.step_builder import StepBuffer
 from mambaslots.inference.contexts.step_inputs import StepShape
 from mambaslots.inference.contexts.tier_copies import HostCopies
@@ -111,8 +111,8 @@ def tier_traffic(
     copies = HostCopies(4, BYTES, memory.__getitem__, CUDA, files, scrubs)  # type: ignore[arg-type]
     rows = copies.memory
     files.copies = SimpleNamespace(_versions=copies._versions)
-    held = HostTier(4, copies, num_files=8, scrubs=scrubs)
-    slots = StateSlots(3, "lru", host_tree(), 12, tier=held)
+    held = StateTiers(4, copies, num_files=8, scrubs=scrubs)
+    slots = StateSlots(3, "lru", host_tree(), 12, tiers=held)
 
     def fails(row: Tensor, serial: int) -> Tensor:
         raise torch.OutOfMemoryError
@@ -268,7 +268,7 @@ def hand_over(simulator: Simulator, random: Random) -> None:
             result: Any = exchange(pipe, Layout, Copies(pool), staging, lease, wait)  # type: ignore[arg-type]
             sums.append(result[0] if pool is source else result)
             for passage in result[1] if pool is source else ():
-                wait(passage.is_done)
+                wait(passage.poll_done)
             staging.scrub()
         except TransferError:
             staging.make_engine_wait()

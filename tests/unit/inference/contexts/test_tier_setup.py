@@ -6,9 +6,9 @@ from typing import Any
 
 import mambaslots as ms
 import pytest
-from mambaslots.inference.contexts.cache.tier import HostTier, StateCopies
+from mambaslots.inference.contexts.cache.state_tiers import StateCopies, StateTiers
 from mambaslots.inference.contexts.request_states import StatePool
-from mambaslots.inference.contexts.tier_copies import HostCopies, tier_of
+from mambaslots.inference.contexts.tier_copies import HostCopies, tiers_of
 from mambaslots.parallel_groups import ParallelGroups
 from oracle.serving import small_model
 
@@ -39,11 +39,11 @@ def test_a_stage_without_states_takes_the_slots_of_the_others(num_slots: int) ->
         block_size_tokens=8, max_requests=2, max_tokens_per_step=16, max_sequence_length=64, num_kv_blocks=20,
         num_mamba_slots=3, host_cache_gb=gb,
     )  # fmt: skip
-    tiers: dict[int, HostTier | None] = {}
+    tiers: dict[int, StateTiers | None] = {}
 
     def rank(number: int) -> None:
         spec = replace((whole, without)[number], groups=Stages())
-        tiers[number] = tier_of(config, spec, StatePool(spec.states, 0, 3))
+        tiers[number] = tiers_of(config, spec, StatePool(spec.states, 0, 3))
 
     threads = [threading.Thread(target=rank, args=(number,), name=str(number)) for number in (0, 1)]
     for thread in threads:

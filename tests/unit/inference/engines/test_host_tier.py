@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from mambaslots.inference.contexts.cache.tier import TierSlots
+from mambaslots.inference.contexts.cache.state_tiers import Tier
 from mambaslots.inference.contexts.state_files import StateFiles
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from oracle.budget import costly
@@ -18,14 +18,14 @@ from oracle.file_starts import wait_for
 from oracle.fresh_process import printed_by
 from oracle.scrubbed import assert_scrubbed
 from oracle.toy_answers import Ask, answer
-from oracle.toy_engine import ask, resumed, tier_of, toy_engine
+from oracle.toy_engine import ask, resumed, tiers_of, toy_engine
 from oracle.toy_lm import TOYS, ToyLM
 
 
 def converse(engine: ms.DynamicInferenceEngine, talks: int = 4, turns: int = 3, version: int = 0) -> None:
     """Several conversations in turn: the oracle's answers, whose files are written before the next answer."""
     random = Random(1)
-    tier = engine.context.prefix_cache.tier
+    tier = engine.context.prefix_cache.tiers
     texts = [[random.randrange(29) for _ in range(9)] for _ in range(talks)]
     for _ in range(turns):
         for number, text in enumerate(texts):
@@ -44,7 +44,7 @@ def test_a_tier_resumes_what_an_unlimited_pool_resumes() -> None:
     stats = tiered.stats().cache.tiers
     assert stats.num_states_fetched > 0
     assert stats.num_host_states > 0
-    assert unlimited.context.prefix_cache.tier is None
+    assert unlimited.context.prefix_cache.tiers is None
 
 
 def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
     assert files
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
     tiered.reset_prefix_cache()
-    copies = tier_of(tiered).copies
+    copies = tiers_of(tiered).copies
     assert isinstance(copies, HostCopies)
     assert copies._files is not None
     wait_for(copies._files)
@@ -70,7 +70,7 @@ def test_files_hold_what_host_memory_has_no_room_for(tmp_path: Path) -> None:
 def test_damaged_bytes_cost_tokens_and_change_none() -> None:
     engine = toy_engine(1, 40)
     converse(engine, turns=2)
-    copies = tier_of(engine).copies
+    copies = tiers_of(engine).copies
     assert isinstance(copies, HostCopies)
     copies.memory[:, 3] ^= 1
     before = engine.stats().cache.tiers.num_states_fetched
@@ -83,7 +83,7 @@ def test_damaged_bytes_cost_tokens_and_change_none() -> None:
 def test_rows_that_change_places_are_damaged() -> None:
     engine = toy_engine(1, 40)
     converse(engine, turns=1)
-    tier = tier_of(engine)
+    tier = tiers_of(engine)
     assert isinstance(tier.copies, HostCopies)
     for values in (tier.copies.memory, tier.copies._sums):  # each row with its own checksum
         values.copy_(values.roll(1, 0).clone())
@@ -104,7 +104,7 @@ def test_a_row_that_was_not_overwritten_is_not_taken_for_a_new_state(monkeypatch
     for text in (prompt, [7] * 20, prompt):
         result = ask(engine, text, 1, version=1)
     assert result.num_resumed_tokens == 0
-    assert tier_of(engine).stats().num_copies_damaged > 0
+    assert tiers_of(engine).stats().num_copies_damaged > 0
 
 
 @pytest.mark.parametrize("which", ["reset_prefix_cache", "weights", "suspend", "reset"])
@@ -112,7 +112,7 @@ def test_copies_are_forgotten_with_their_weights(which: str) -> None:
     model = ToyLM()
     engine = toy_engine(1, 40, model)
     converse(engine, turns=2)
-    assert len(tier_of(engine).host) > 0
+    assert len(tiers_of(engine).host) > 0
     if which == "weights":
         model.version = 1
         engine.set_weights_version(1)
@@ -121,14 +121,14 @@ def test_copies_are_forgotten_with_their_weights(which: str) -> None:
         engine.resume()
     else:
         getattr(engine, which)()
-    assert len(tier_of(engine).host) == 0
+    assert len(tiers_of(engine).host) == 0
     engine.check_integrity()
     converse(engine, turns=2, version=model.version)
 
 
 def test_a_copy_dies_with_its_kv() -> None:
     engine, forgotten = toy_engine(1, 40, num_kv_blocks=30), list[int]()
-    host = tier_of(engine).host
+    host = tiers_of(engine).host
     remove = host.remove
     host.remove = lambda keys: forgotten.extend(freed := remove(keys)) or freed  # type: ignore[method-assign]
     for seed in range(12):
@@ -151,19 +151,19 @@ def test_salts_share_no_copies() -> None:
 
 def test_fewer_tokens_than_the_minimum_are_computed() -> None:
     engine = toy_engine(1, 40)
-    tier_of(engine).min_tokens = 21
+    tiers_of(engine).min_tokens = 21
     prompt = list(range(20))
     for text in (prompt, [7] * 20, prompt):
         result = ask(engine, text, 1)
     assert result.num_resumed_tokens == 0
-    tier_of(engine).min_tokens = 16
+    tiers_of(engine).min_tokens = 16
     ask(engine, [7] * 20, 1)
     assert ask(engine, prompt, 1).num_resumed_tokens == 16
 
 
 def test_ranks_agree_on_a_copy_that_is_bad_elsewhere() -> None:
     engine = toy_engine(1, 40)
-    tier_of(engine)._agree = lambda good: False
+    tiers_of(engine)._agree = lambda good: False
     converse(engine, turns=2)
     stats = engine.stats().cache.tiers
     assert stats.num_states_fetched == 0
@@ -173,7 +173,7 @@ def test_ranks_agree_on_a_copy_that_is_bad_elsewhere() -> None:
 def test_a_file_that_was_never_written_is_not_called_damaged(tmp_path: Path) -> None:
     """As where states leave faster than the disk takes them."""
     engine = toy_engine(1, 2, disk_cache=(str(tmp_path), 1e-4))
-    copies = tier_of(engine).copies
+    copies = tiers_of(engine).copies
     copies.save = lambda host_slot, file, serial: None  # type: ignore[method-assign]
     converse(engine)
     tiers = engine.stats().cache.tiers
@@ -327,8 +327,8 @@ class TierMachine(RuleBasedStateMachine):
             slots, host_slots, ToyLM(in_place, self.kind), num_kv_blocks=kv_blocks, max_requests=3,
             free_memory="zero" if scrub else "keep",
         )  # fmt: skip
-        tier = tier_of(self.engine)
-        tier.files = TierSlots(num_files)  # without a thread: files that hold nothing answer no
+        tier = tiers_of(self.engine)
+        tier.files = Tier(num_files)  # without a thread: files that hold nothing answer no
         self.copies = make_faulty(tier, self.random, share)
         self.texts = [[self.random.randrange(29) for _ in range(40)] for _ in range(3)]
         self.prompts: dict[int, list[int]] = {}
@@ -371,7 +371,7 @@ class TestTierMachine(TierMachine.TestCase):  # type: ignore[misc, valid-type]
 
 def test_copies_are_made_without_a_gradient_or_an_inference_tensor() -> None:
     engine = toy_engine(1, 3)
-    copies = tier_of(engine).copies
+    copies = tiers_of(engine).copies
     assert isinstance(copies, HostCopies)
     assert not copies.memory.is_inference()
     assert copies.memory.dtype is torch.uint8

@@ -144,7 +144,7 @@ def test_host_memory_without_a_copy_is_nan() -> None:
         poisoned=True, num_mamba_slots=1, max_requests=1,
         host_cache_gb=6 * slot_bytes / (1 << 30),
     )  # fmt: skip
-    tier = engine.context.prefix_cache.tier
+    tier = engine.context.prefix_cache.tiers
     assert tier is not None
     assert isinstance(tier.copies, HostCopies)
     for _ in range(2):

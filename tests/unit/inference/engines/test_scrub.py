@@ -174,8 +174,8 @@ def tiered(tmp_path: Path, **settings: object) -> tuple[ms.DynamicInferenceEngin
     size = small_model().state_spec().slot_bytes / (1 << 30)
     tier = {"host_cache_gb": 3.5 * size, "disk_cache": (str(tmp_path), 60 * size)}
     engine = pressed(num_mamba_slots=1, num_kv_blocks=60, **tier, **settings)
-    assert engine.context.prefix_cache.tier is not None
-    copies = engine.context.prefix_cache.tier.copies
+    assert engine.context.prefix_cache.tiers is not None
+    copies = engine.context.prefix_cache.tiers.copies
     assert isinstance(copies, HostCopies)
     return engine, copies
 

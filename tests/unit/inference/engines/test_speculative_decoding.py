@@ -483,7 +483,7 @@ class TestContext:
     def test_end_step_needs_what_stays(self):
         engine, chunk = self.started()
         context = engine.context
-        drafted = context.admission.draft(chunk, [1, 2, 3])
+        drafted = context.admission.add_drafts(chunk, [1, 2, 3])
         assert (drafted.drafts, drafted.length, drafted.samples_token) == ((1, 2, 3), 4, True)
         context.begin_step([drafted])
         context.end_step({0: 1})

@@ -173,17 +173,19 @@ def test_recent_work_is_that_of_the_last_requests() -> None:
     for _ in range(2000):
         work.add("a", 100)
         work.add("b", 300)
-    of = work.of("ab")
+    of = work.tokens.copy()
     assert of["a"] == pytest.approx(100 * state_router.REMEMBERED_REQUESTS, rel=0.02)
     assert of["b"] == pytest.approx(300 * state_router.REMEMBERED_REQUESTS, rel=0.02)
     assert work.mean_request == pytest.approx(200, rel=0.02)
-    assert work.of("abc")["c"] == pytest.approx(sum(of.values()) / 2)
+    work.insert("abc")
+    assert work.tokens["c"] == pytest.approx(sum(of.values()) / 2)
     for _ in range(20 * state_router.REMEMBERED_REQUESTS):
         work.add("c", 100)
-    assert work.of("a")["a"] < 10
+    assert work.tokens["a"] < 10
     work.remove("c")
     work.remove("unknown")
-    assert work.of("c")["c"] == 0
+    work.insert("c")
+    assert work.tokens["c"] == 0
 
 
 def test_a_state_is_expected_for_a_while() -> None:

@@ -230,10 +230,10 @@ def test_pieces_of_another_length(
 class Gone:
     """The passage of a piece that is acknowledged at once."""
 
-    def is_launched(self) -> bool:
+    def poll_launched(self) -> bool:
         return True
 
-    def is_done(self) -> bool:
+    def poll_done(self) -> bool:
         return True
 
 
@@ -332,7 +332,7 @@ def test_a_source_that_ends_half_way(
     if after == "nothing":
         monkeypatch.setattr(session, "Offer", killed)
     elif after == "the offer":
-        monkeypatch.setattr(session, "_rows", killed)
+        monkeypatch.setattr(session, "_offered", killed)
     elif after == "the answer":
         monkeypatch.setattr(MessagePipe, "send", killed)
     else:

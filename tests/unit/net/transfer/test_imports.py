@@ -478,7 +478,7 @@ def test_a_slot_that_is_allocated_but_not_registered_is_not_exported() -> None:
         stateless = [slots.cached_states.block_of(eviction_order(slots)[0])]
         assert slots.remove_unpinned(stateless[0])
     before = export_prefixes(source)
-    allocated = slots.allocate(stateless[:1])
+    allocated = slots.allocate_committed(stateless[:1])
     assert export_prefixes(source).forest.digest == before.forest.digest
     slots.cached_states.set_hashes(stateless[:1], allocated, [kv.tree.hash_of(stateless[0])])
     assert len(export_prefixes(source).forest.states) == len(before.forest.states) + 1
@@ -658,13 +658,13 @@ def test_a_copy_that_fails_is_undone(
         serve(target, [PROMPTS[i] for i in warm], [SALTS[i] for i in warm])
     before, written = maps_of(target), []
 
-    def write_rows(*arguments: Any) -> None:
+    def write_entries(*arguments: Any) -> None:
         if len(written) == fails_at:
             raise MemoryError("no room")
         written.append(real(*arguments))
 
-    real = placement.write_rows
-    monkeypatch.setattr(placement, "write_rows", write_rows)
+    real = placement.write_entries
+    monkeypatch.setattr(placement, "write_entries", write_entries)
     with pytest.raises(RuntimeError, match="could not be imported: no room"):
         import_prefixes(target, export)
     assert maps_of(target) == before

@@ -14,7 +14,7 @@ def pop(leaves, num_blocks, leaf_parent):
     """Remove the next blocks; `leaf_parent(block)`: the parent that becomes a leaf then, or -1."""
     taken = []
     for _ in range(num_blocks):
-        _, _, block = leaves.first
+        block = leaves.first
         assert leaves.pop() == block
         taken.append(block)
         if (parent := leaf_parent(block)) >= 0:

@@ -1,11 +1,11 @@
-"""The rows of this package's own cache have the slots that its engine has."""
+"""The own cache of a replay has the slots that its engine has."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mambaslots.named_policies import cache_changes
-from mambaslots.replay.cache_rows import DEFAULT_ROW, PolicyRow, pool_counts
+from mambaslots.replay.compared_caches import DEFAULT_CACHE, OwnCache, pool_counts
 from mambaslots.replay.setting import ModelShape, ReplaySetting
 from oracle.session_traces import small_trace
 
@@ -29,7 +29,7 @@ def setting(shape: ModelShape) -> ReplaySetting:
 def test_idle_rows_lend_slots_only_to_states_of_the_same_encoding(shape: ModelShape, num_lent: int) -> None:
     trace, given = small_trace(0), setting(shape)
     num_slots, _ = pool_counts(given)
-    assert DEFAULT_ROW.replay(trace, given).state_capacity == num_slots + num_lent
+    assert DEFAULT_CACHE.replay(trace, given).state_capacity == num_slots + num_lent
 
 
 OWN = """
@@ -44,9 +44,9 @@ class BranchesOnly(CheckpointPlan):
 def test_a_plan_of_ones_own_decides(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN)
-    row = PolicyRow(plan=f"{path}:BranchesOnly")
+    own = OwnCache(plan=f"{path}:BranchesOnly")
     trace, given = small_trace(0), setting(SHAPE)
-    assert row.replay(trace, given).num_states_taken < DEFAULT_ROW.replay(trace, given).num_states_taken
+    assert own.replay(trace, given).num_states_taken < DEFAULT_CACHE.replay(trace, given).num_states_taken
     with pytest.raises(ValueError, match="accepted: a class of"):
         cache_changes(f"{path}:Missing", None)
     with pytest.raises(ValueError, match="with a file that is there"):
@@ -82,7 +82,7 @@ class LRU(ms.EvictionPolicy):
 def test_a_policy_of_ones_own_decides(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN_LRU)
-    own, lru = PolicyRow(f"{path}:LRU"), PolicyRow("lru")
+    own, lru = OwnCache(f"{path}:LRU"), OwnCache("lru")
     assert (own.name, lru.name) == ("ours-LRU", "ours-lru")
     trace, given = small_trace(2, num_sessions=12), setting(SHAPE)
     assert own.replay(trace, given) == lru.replay(trace, given)

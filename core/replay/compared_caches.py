@@ -1,20 +1,28 @@
-"""The rows of this package's own cache, with its policies or with one's own."""
+"""The caches that a table compares: the engine's own, with any policies, and an unlimited one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..config import InferenceConfig
-from ..inference.contexts.pool_sizes import GIGABYTE
+from ..inference.contexts.pool_sizes import GIGABYTE, MAX_NAMES
 from ..named_policies import cache_changes
 from ..state_spec import HybridStateSpec, StateTensor
 from .engine_replay import EngineReplay, chains_of
 from .setting import ModelShape, ReplayResult, ReplaySetting
 from .trace import Trace
 
-_MAX_NAMES = 1 << 20  # KV blocks of a model without attention, which are names of prefixes only
+
+class ComparedCache(Protocol):
+    """A cache with its policies, which a table compares with others under its `name`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def replay(self, trace: Trace, setting: ReplaySetting) -> ReplayResult:
+        """Serve the trace. Two calls give equal results; ValueError for memory that buys no state."""
 
 
 def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
@@ -33,7 +41,7 @@ def pool_counts(setting: ReplaySetting) -> tuple[int, int]:
         state_bytes, kv_bytes = setting.state_gb * GIGABYTE, setting.kv_gb * GIGABYTE
     block_bytes = shape.kv_bytes_per_token * setting.block_size_tokens
     num_slots = int(state_bytes // shape.durable_state_bytes)
-    num_blocks = int(kv_bytes // block_bytes) if block_bytes else _MAX_NAMES
+    num_blocks = int(kv_bytes // block_bytes) if block_bytes else MAX_NAMES
     if num_slots < 1 or num_blocks < 1:
         raise ValueError(
             f"{named}; accepted for {shape.name}: one state of {shape.durable_state_bytes} bytes and "
@@ -93,7 +101,7 @@ def _config(trace: Trace, setting: ReplaySetting, settings: dict[str, Any]) -> I
 
 
 @dataclass(frozen=True)
-class PolicyRow:
+class OwnCache:
     """The engine's own cache; policy: a name, plan: as `--plan`, or "FILE.py:Class"; None for the default."""
 
     policy: str | None = None
@@ -110,7 +118,7 @@ class PolicyRow:
 
 
 @dataclass(frozen=True)
-class UnlimitedRow:
+class UnlimitedCache:
     """The engine's own cache with a slot and a KV block for every prefix of the trace."""
 
     name: str = "unlimited"
@@ -120,13 +128,12 @@ class UnlimitedRow:
         size = setting.block_size_tokens
         num_prefixes = len(set().union(*(chain.hashes for chain in chains_of(trace, size))))
         num_held = setting.max_requests * (trace.longest // size + 1)
-        config = _config(
-            trace, setting, {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}
-        )
+        memory = {"num_mamba_slots": num_prefixes + 1, "num_kv_blocks": num_prefixes + num_held}
+        config = _config(trace, setting, memory)
         return EngineReplay(trace, spec_of(setting.shape), config, setting.cost).run()
 
 
-DEFAULT_ROW, UNLIMITED = PolicyRow(), UnlimitedRow()
+DEFAULT_CACHE, UNLIMITED = OwnCache(), UnlimitedCache()
 
 
 def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
@@ -143,4 +150,4 @@ def replay(trace: Trace, shape: ModelShape, **setting: Any) -> ReplayResult:
     Example:
         `replay(generate("chat", 5), model_shape("nemotron-h-8b"), state_gb=16, kv_gb=20).share` is 0.948.
     """
-    return DEFAULT_ROW.replay(trace, ReplaySetting(shape, **setting))
+    return DEFAULT_CACHE.replay(trace, ReplaySetting(shape, **setting))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
-from mambaslots.inference.contexts.cache.tier import HostTier, TierSlots
+from mambaslots.inference.contexts.cache.state_tiers import StateTiers, Tier
 from mambaslots.inference.contexts.tier_copies import HostCopies
 from mambaslots.inference.kernels.row_checksum import RowChecksum
 from oracle.faulty_copies import CopyFailedError, FaultyCopies
@@ -20,7 +20,7 @@ BYTES = 24
 
 
 def test_the_copy_used_longest_ago_leaves_first() -> None:
-    tier = TierSlots(2)
+    tier = Tier(2)
     for key in (11, 12):
         tier.insert(key, tier.allocate()[0], key)
     tier.use(11)
@@ -36,11 +36,11 @@ def test_the_copy_used_longest_ago_leaves_first() -> None:
 
 
 def test_a_tier_without_slots_allocates_none() -> None:
-    assert TierSlots(0).allocate() == (-1, 0)
+    assert Tier(0).allocate() == (-1, 0)
 
 
 def test_a_slot_that_an_interrupt_lost_is_found_again() -> None:
-    tier = TierSlots(2)
+    tier = Tier(2)
     tier.insert(11, tier.allocate()[0], 1)
     tier.allocate()
     with pytest.raises(AssertionError, match="nowhere"):
@@ -98,10 +98,10 @@ class BooksMachine(RuleBasedStateMachine):
     def start(self, slots: int, host_slots: int, share: float, seed: int) -> None:
         self.memory = torch.zeros(slots, BYTES, dtype=torch.uint8)
         copies = HostCopies(host_slots, BYTES, self.memory.__getitem__, torch.device("cpu"))
-        self.tier = HostTier(host_slots, FaultyCopies(copies, Random(seed), share))
+        self.tier = StateTiers(host_slots, FaultyCopies(copies, Random(seed), share))
         self.registered: set[int] = set()
         self.share = share
-        self.slots = StateSlots(slots, "lru", HashedTree(10, self.hash_of), tier=self.tier)
+        self.slots = StateSlots(slots, "lru", HashedTree(10, self.hash_of), tiers=self.tier)
         self.ever: set[int] = set()  # keys whose states were taken since they were registered
 
     def hash_of(self, block: int) -> int:
@@ -169,8 +169,8 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
     """A byte-level oracle: the tier holds what left, the least recently used copies gone first."""
     memory = torch.zeros(2, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
-    tier = HostTier(3, copies)
-    slots = StateSlots(2, "lru", host_tree(100), tier=tier)
+    tier = StateTiers(3, copies)
+    slots = StateSlots(2, "lru", host_tree(100), tiers=tier)
     for block in range(7):
         (slot,) = slots.reserve_slots([block])
         memory[slot] = BooksMachine.content(block)
@@ -183,7 +183,7 @@ def test_the_least_recent_states_are_in_host_memory() -> None:
 def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None:
     states = torch.arange(1, 129, dtype=torch.uint8).view(2, 64)
     copies = HostCopies(1, 64, states.__getitem__, torch.device("cpu"), None, True)
-    tier = HostTier(1, copies, scrubs=True)
+    tier = StateTiers(1, copies, scrubs=True)
     with patch.object(copies, "store", side_effect=CopyFailedError):
         tier.spill([0], [11])
     tier.spill([1], [22])
@@ -192,12 +192,24 @@ def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None
     assert torch.equal(copies.memory[0], states[1])
 
 
+def test_a_removed_copy_is_zeroed() -> None:
+    states = torch.arange(1, 129, dtype=torch.uint8).view(2, 64)
+    copies = HostCopies(2, 64, states.__getitem__, torch.device("cpu"), None, True)
+    tiers = StateTiers(2, copies, scrubs=True)
+    tiers.spill([0, 1], [11, 22])
+    kept, _ = tiers.host.entries[22]
+    tiers.remove([11])
+    tiers.host.dirty.scrub()
+    assert not copies.memory[1 - kept].any()
+    assert torch.equal(copies.memory[kept], states[1])
+
+
 def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
     """The sequence would have resumed from the state that left for the bad copy."""
     memory = torch.zeros(1, BYTES, dtype=torch.uint8)
     copies = HostCopies(3, BYTES, memory.__getitem__, torch.device("cpu"))
-    tier = HostTier(3, copies)
-    slots = StateSlots(1, "lru", host_tree(100), tier=tier)
+    tier = StateTiers(3, copies)
+    slots = StateSlots(1, "lru", host_tree(100), tiers=tier)
     for block in (5, 4):
         slots.commit_slots(slots.reserve_slots([block]))
     copies.memory ^= 1
@@ -209,8 +221,8 @@ def test_a_bad_copy_that_cost_another_state_is_reported() -> None:
 
 
 def test_a_tier_without_tensors_finds_every_copy() -> None:
-    tier = HostTier(4)
-    slots = StateSlots(1, "lru", host_tree(100), tier=tier)
+    tier = StateTiers(4)
+    slots = StateSlots(1, "lru", host_tree(100), tiers=tier)
     for block in (1, 2):
         slots.commit_slots(slots.reserve_slots([block]))
     assert slots.fetch_state([1], [101], 3, 4)  # a request has computed 3 tokens of this block
@@ -223,7 +235,7 @@ def test_a_tier_without_tensors_finds_every_copy() -> None:
     [(0, 1, 1), (4096, 1, 1), (50 << 20, 50, 800), (3 << 19, 1, 24)],
 )
 def test_a_copy_is_fetched_where_it_saves_tokens_for_its_size(state_bytes, from_host, from_file) -> None:
-    tier = HostTier(1, num_files=2, state_bytes=state_bytes)
+    tier = StateTiers(1, num_files=2, state_bytes=state_bytes)
     tier.spill([0, 1], [11, 22])  # 11 is in a file alone now
     for key, least in ((22, from_host), (11, from_file)):
         assert tier.is_worth_fetching(key, least)

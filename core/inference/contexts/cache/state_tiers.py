@@ -1,4 +1,4 @@
-"""The tiers of host memory and disk: which states have a copy where, and when they are copied."""
+"""The tiers, host memory and files: which states have a copy where, and when they are copied."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -14,8 +14,8 @@ HOST_BYTES_PER_TOKEN, FILE_BYTES_PER_TOKEN = 1 << 20, 1 << 16
 disk, move in the time in which a GPU prefills a token of an 8B model."""
 
 
-class TierSlots:
-    """The index of a tier: a slot for each copy, and one pinned copy."""
+class Tier:
+    """The index of host memory, or of files: a slot for each copy, and one pinned copy."""
 
     def __init__(self, num_slots: int, dirty: DirtyEntries | None = None) -> None:
         self.num_slots = num_slots
@@ -112,8 +112,8 @@ class StateCopies:
         """Free device memory that the next `store` can allocate again."""
 
 
-class HostTier:
-    """The indexes of host memory and of files, and the copies that follow them; a copy that is fetched stays.
+class StateTiers:
+    """Both tiers of evicted states, and the copies that follow their indexes; a copy that is fetched stays.
 
     Decisions depend on the indexes alone, not on when a copy is done: all ranks of a model decide alike.
     Whether a copy is good is found out when it is fetched, and the ranks agree on it.
@@ -124,9 +124,9 @@ class HostTier:
         agree: Callable[[bool], bool] = bool, scrubs: bool = False, state_bytes: int = 0,
     ) -> None:  # fmt: skip
         """`agree`: whether a copy, good or not on this rank, is good on all; `state_bytes`: the largest."""
-        self.files = TierSlots(num_files)
+        self.files = Tier(num_files)
         self.copies = copies or StateCopies()
-        self.host = TierSlots(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
+        self.host = Tier(num_slots, DirtyEntries(self.copies.zero if scrubs else None))
         self.min_tokens = max(1, state_bytes // HOST_BYTES_PER_TOKEN)  # that a fetch must save
         self.min_tokens_from_file = max(1, state_bytes // FILE_BYTES_PER_TOKEN)
         self._counts: Counter[str] = Counter()  # by the name that `TierStats` has for them
@@ -186,7 +186,7 @@ class HostTier:
             self._log_failure()
         self.files.insert(prefix_hash, file, serial)
 
-    def _allocate(self, tier: TierSlots) -> int:
+    def _allocate(self, tier: Tier) -> int:
         slot, evicted = tier.allocate()
         if evicted and evicted not in self:
             self._lost.append(evicted)
@@ -250,8 +250,7 @@ class HostTier:
         """Remove the copies under these hashes."""
         listed = list(hashes)
         self.host.remove(listed)
-        gone = self.files.remove(listed)
-        if gone:
+        if gone := self.files.remove(listed):
             self.copies.delete(gone)
 
     def clear(self, *, keep_counts: bool = True) -> None:
