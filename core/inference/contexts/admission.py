@@ -83,9 +83,9 @@ class Admission:
             live = tuple(self._cache.slots.allocate_live(self.slots_per_row, resume_slot, evict_last))
         else:
             live = tuple(self._own_slots(row))
-            self._scrubber.live.clean(live)
-        if self._scrubber.inputs.zeroes:
-            self._scrubber.inputs.clean([row])
+            self._scrubber.live.scrub(live)
+        if self._scrubber.inputs.scrubs:
+            self._scrubber.inputs.scrub([row])
         self._free_rows.pop()
         path = self._cache.open(
             request.chain, request.plan, self.block_table[row], max_resume_tokens=request.max_resume_tokens,
@@ -106,7 +106,7 @@ class Admission:
         if allocation.input_blocks:
             self.input_table.release(allocation)
         del self._requests[allocation.row]
-        if self._scrubber.inputs.zeroes:
+        if self._scrubber.inputs.scrubs:
             self._scrubber.inputs.add([allocation.row])
         self._free_rows.append(allocation.row)
         return allocation

@@ -11,7 +11,7 @@ from ...config import InferenceConfig
 from ...devices import tensor_on
 from ...state_spec import HybridStateSpec, durable_tensors
 from ...validation import addressable, ceil_div
-from .cache.free_entries import DirtyEntries, MemoryCleaner
+from .cache.free_entries import DirtyEntries, MemoryScrubber
 from .cache.memory import UNIT_ALIGNMENT, UnitSizes
 from .input_blocks import input_block_offsets, input_bytes, input_shapes
 from .pool_sizes import NUM_STAGING_SLOTS, PoolSizes, num_live_slots
@@ -20,11 +20,11 @@ from .request_states import StatePool, zeroed
 MEBIBYTE = 1 << 20
 
 
-class Scrubber(MemoryCleaner):
+class DeviceScrubber(MemoryScrubber):
     """Zeroes freed entries of a context's pools before another owner can have them.
 
-    An entry that is allocated again is zeroed at once; `scrub` zeroes the rest, in stream order, when a step
-    begins and at the end of an engine's call.
+    An entry that is allocated again is zeroed at once; `scrub_all` zeroes the rest, in stream order, when a
+    step begins and at the end of an engine's call.
     """
 
     def __init__(self, memory: "DeviceMemory", scrubs: bool) -> None:
@@ -46,15 +46,15 @@ class Scrubber(MemoryCleaner):
         self.inputs = entries(_zero_inputs)
         self.scratch = entries(lambda pools, slots: _zero(pools.state_pool.memory, 0, slots))
 
-    def scrub(self) -> None:
+    def scrub_all(self) -> None:
         """Zero all dirty entries; does nothing where there are none."""
         memory = self._memory()
         for dirty in (self.blocks, self.slots, self.live, self.inputs, self.scratch):
             if memory is None or memory.is_allocated:
-                dirty.scrub()
+                dirty.scrub_all()
             else:
                 dirty.clear()
-        self.host_slots.scrub()
+        self.host_slots.scrub_all()
 
     def move_unit(self, unit: int, entries: Sequence[int], dirty: DirtyEntries) -> None:
         memory = self._memory()
@@ -113,7 +113,7 @@ class DeviceMemory:
         self.input_pool = self._new_inputs()
         self.is_allocated = True
         self._scrubs = config.free_memory == "zero"
-        self.scrubber = Scrubber(self, self._scrubs)
+        self.scrubber = DeviceScrubber(self, self._scrubs)
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def _new_memory(self) -> tuple[Tensor, Tensor | None]:

@@ -71,7 +71,7 @@ class DynamicInferenceContext:
             sizes.num_kv_blocks, sizes.num_mamba_slots, config.block_size_tokens, config.eviction_policy,
             enabled=config.enable_prefix_caching, clock=clock,
             num_live_slots=pool.num_live if pool.is_shared else 0,
-            tiers=tiers, division=sizes.division, cleaner=scrubber,
+            tiers=tiers, division=sizes.division, scrubber=scrubber,
         )  # fmt: skip
         self._request_states = self._new_request_states()
         self._replace_admission()
@@ -156,7 +156,7 @@ class DynamicInferenceContext:
         `unread_tokens`: those of the rows that decode such tokens, which come first: [rows] on the device.
         """
         if self.config.free_memory == "zero":
-            self.memory.scrubber.scrub()
+            self.memory.scrubber.scrub_all()
         self._reserve(batch)
         inputs = self._builder.build(
             self.batch, self.admission.block_table, self.admission.input_table.array,
@@ -293,7 +293,7 @@ class DynamicInferenceContext:
         aborted, self.batch = self.batch, ()
         self.uncommitted = []
         self.prefix_cache.abort()  # also what `begin_step` reserved before it failed
-        self.memory.scrubber.scratch.scrub()
+        self.memory.scrubber.scratch.scrub_all()
         for scheduled in aborted:
             self.release(scheduled.request)
 
@@ -312,7 +312,7 @@ class DynamicInferenceContext:
             self.release(request)
         self.reset_prefix_cache()
         if self.prefix_cache.tiers is not None:
-            self.memory.scrubber.host_slots.scrub()  # it needs the device memory that `deallocate` frees
+            self.memory.scrubber.host_slots.scrub_all()  # it needs the device memory that `deallocate` frees
             self.prefix_cache.tiers.copies.deallocate_staging()
         self.memory.deallocate()
 

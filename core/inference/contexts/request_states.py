@@ -302,7 +302,7 @@ class EncodedStates(RequestStates):
         ]
         if pairs:
             encode_states(coded_tensors(self._pool, self._durable), *zip(*pairs, strict=True))
-        self._scratch.scrub()
+        self._scratch.scrub_all()
 
     def inner_destinations(self, scheduled: ScheduledRequest) -> list[tuple[int, int]]:
         inner = (position for position in scheduled.destinations if position != scheduled.stop)

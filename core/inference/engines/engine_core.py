@@ -142,7 +142,7 @@ class EngineCore:
 
     def _complete(self) -> None:
         if self._context.config.free_memory == "zero":
-            self._context.memory.scrubber.scrub()
+            self._context.memory.scrubber.scrub_all()
         self.repair = None
 
     def _run_repair(self) -> None:

@@ -78,7 +78,7 @@ class DirtyEntries:
 
     def __init__(self, zero: Zero | None = None) -> None:
         """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
-        self.zeroes = zero is not None  # callers that free and allocate often ask this first
+        self.scrubs = zero is not None  # callers that free and allocate often ask this first
         self._zero = zero
         self._entries: set[int] = set()
 
@@ -87,7 +87,7 @@ class DirtyEntries:
         if self._zero is not None:
             self._entries.update(entries)
 
-    def clean(self, entries: Iterable[int]) -> None:
+    def scrub(self, entries: Iterable[int]) -> None:
         """Zero those of these entries that are dirty, before they are allocated."""
         if self._entries and self._zero is not None and (found := self._entries.intersection(entries)):
             self._zero(sorted(found))
@@ -100,17 +100,17 @@ class DirtyEntries:
         """These entries are zero, or another pool owns their memory."""
         self._entries.difference_update(entries)
 
-    def scrub(self) -> None:
+    def scrub_all(self) -> None:
         """Zero all dirty entries."""
         if self._entries:
-            self.clean(self._entries.copy())
+            self.scrub(self._entries.copy())
 
     def clear(self) -> None:
         """The pool has no memory, or is all zeros."""
         self._entries.clear()
 
 
-class MemoryCleaner:
+class MemoryScrubber:
     """Zeroes freed entries of the pools before another owner can have them; this one zeroes nothing."""
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ class KVBlockAllocator:
         self._dirty.add(free)
 
     def _add_free(self, blocks: list[int]) -> None:
-        if self._dirty.zeroes:
+        if self._dirty.scrubs:
             self._dirty.add(blocks)
         self.free_blocks.extend(blocks)
 
@@ -165,8 +165,8 @@ class KVBlockAllocator:
         if missing > 0:
             self.evict_lru_blocks(missing)
         blocks = self.free_blocks.allocate(num_blocks)
-        if self._dirty.zeroes:
-            self._dirty.clean(blocks)
+        if self._dirty.scrubs:
+            self._dirty.scrub(blocks)
         self.tree.set_references(blocks, 1)
         return blocks
 

@@ -10,7 +10,7 @@ from .block_tree import BlockTree
 from .cached_states import PrefixMatch, Span, match_prefix
 from .checkpoint_plan import CheckpointPlan
 from .eviction import PolicyChoice, checked_policy
-from .free_entries import MemoryCleaner
+from .free_entries import MemoryScrubber
 from .hashing import PrefixHashChain
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryDivision, MemoryUnits
@@ -54,7 +54,7 @@ class PrefixCache:
         self, num_kv_blocks: int, num_slots: int, block_size_tokens: int,
         eviction_policy: PolicyChoice = "value", *, enabled: bool = True, clock: Clock = time.monotonic_ns,
         num_live_slots: int = 0, tiers: StateTiers | None = None, division: MemoryDivision | None = None,
-        cleaner: MemoryCleaner | None = None,
+        scrubber: MemoryScrubber | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -68,28 +68,28 @@ class PrefixCache:
                 num_slots=10 and num_live_slots=4, up to 14 states are cached while no request runs.
             tiers: keep evicted states; `StateTiers(num_slots)` copies nothing, for a cache without tensors.
             division: of the memory that KV and states share; None where each has its own.
-            cleaner: zeroes what becomes free; None for nothing.
+            scrubber: zeroes what becomes free; None for nothing.
         """
         self._block_size = integer("block_size_tokens", block_size_tokens, 1, INT32_MAX)
         self._enabled = boolean("enabled", enabled)
         num_kv_blocks = integer("num_kv_blocks", num_kv_blocks, 1, INT32_MAX)
         num_slots = integer("num_slots", num_slots, 0, INT32_MAX)
         policy = checked_policy("eviction_policy", eviction_policy)
-        cleaner = cleaner or MemoryCleaner()
+        scrubber = scrubber or MemoryScrubber()
         units = MemoryUnits(division) if division is not None else None
         num_blocks = units.num_units * units.blocks_per_unit if units else num_kv_blocks
         self.tree = BlockTree(num_blocks)
         self.tiers = tiers
         self.slots = StateSlots(
             num_slots + num_live_slots if enabled else 0, policy, self.tree, num_kv_blocks, clock=clock,
-            dirty=cleaner.slots, units=units, tiers=tiers,
+            dirty=scrubber.slots, units=units, tiers=tiers,
         )  # fmt: skip
         self.cached_states = self.slots.cached_states
         self.reservations = Reservations(self.slots)
         self.kv_blocks = KVBlockAllocator(
-            num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=cleaner.blocks, units=units
+            num_blocks, self._enabled, slots=self.slots, clock=clock, dirty=scrubber.blocks, units=units
         )
-        self._unit_borrower = UnitBorrower(units, self.kv_blocks, self.slots, cleaner) if units else None
+        self._unit_borrower = UnitBorrower(units, self.kv_blocks, self.slots, scrubber) if units else None
         self.pins = PinnedPrefixes(self.slots, self.kv_blocks, num_slots, units)
 
     # ---- what is cached

@@ -330,8 +330,8 @@ class StateSlots:
                 raise MambaSlotCapacityError(num_slots, error.available + num_free) from None
         cut = len(self.free_slots) - num_slots
         taken = self.free_slots[cut:]
-        if self._dirty.zeroes:
-            self._dirty.clean(taken)
+        if self._dirty.scrubs:
+            self._dirty.scrub(taken)
         del self.free_slots[cut:]
         return taken
 
@@ -344,7 +344,7 @@ class StateSlots:
         cached_states.remove([cached_states.block_of(slot) for slot in slots], cause)
 
     def _add_free(self, slots: Sequence[int]) -> None:
-        if self._dirty.zeroes:
+        if self._dirty.scrubs:
             self._dirty.add(slots)
         if self._units is None:
             self.free_slots.extend(slots)

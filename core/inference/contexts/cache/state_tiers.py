@@ -41,13 +41,13 @@ class Tier:
         """A slot to write, and the hash whose copy is evicted for it, or 0; (-1, 0) where there is none."""
         if self.free_slots:
             slot = self.free_slots.pop()
-            self.dirty.clean([slot])
+            self.dirty.scrub([slot])
             return slot, 0
         victim = next((prefix_hash for prefix_hash in self.entries if prefix_hash != self._pinned), 0)
         if not victim:
             return -1, 0
         slot, _ = self.entries.pop(victim)
-        self.dirty.clean([slot])  # a copy that failed may be in it
+        self.dirty.scrub([slot])  # a copy that failed may be in it
         return slot, victim
 
     def insert(self, prefix_hash: int, slot: int, serial: int) -> None:

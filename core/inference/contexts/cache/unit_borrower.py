@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .free_entries import BlocksByUnit, MemoryCleaner
+from .free_entries import BlocksByUnit, MemoryScrubber
 from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots
@@ -30,7 +30,7 @@ class UnitBorrower:
     """
 
     def __init__(
-        self, units: MemoryUnits, kv_blocks: KVBlockAllocator, slots: StateSlots, cleaner: MemoryCleaner
+        self, units: MemoryUnits, kv_blocks: KVBlockAllocator, slots: StateSlots, scrubber: MemoryScrubber
     ) -> None:
         self.units = units
         self._kv_blocks = kv_blocks
@@ -38,7 +38,7 @@ class UnitBorrower:
         self._free_list = kv_blocks.free_blocks
         self._slots = slots
         self._clock_hand = 0  # the unit at which the next look begins
-        self._cleaner = cleaner
+        self._scrubber = scrubber
         kv_blocks.connect(self)
 
     # ---- states need memory
@@ -92,9 +92,9 @@ class UnitBorrower:
 
     def _give_to_states(self, unit: int) -> None:
         blocks = self.units.blocks_of(unit)
-        self._cleaner.move_unit(unit, blocks, self._cleaner.blocks)
+        self._scrubber.move_unit(unit, blocks, self._scrubber.blocks)
         self._kv_blocks.tree.set_references(blocks, 1)
-        self._cleaner.blocks.remove(blocks)
+        self._scrubber.blocks.remove(blocks)
         self._free_list.allocate_unit(unit)
         self.units.for_states[unit] = True
         self._slots.take_back(self.units.slots_of(unit))
@@ -136,7 +136,7 @@ class UnitBorrower:
         return max((unit for unit, count in counts.items() if count == self.units.slots_per_unit), default=-1)
 
     def _give_to_kv(self, unit: int) -> None:
-        self._cleaner.move_unit(unit, self.units.slots_of(unit), self._cleaner.slots)
+        self._scrubber.move_unit(unit, self.units.slots_of(unit), self._scrubber.slots)
         self._slots.lend(self.units.slots_of(unit))
         self.units.for_states[unit] = False
         blocks = self.units.blocks_of(unit)

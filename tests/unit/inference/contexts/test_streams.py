@@ -149,7 +149,7 @@ def tier_traffic(
             step(block, fetch_fails=call == "fails")
         if random.random() < 0.1:
             held.remove([block + 1])
-            held.host.dirty.scrub()
+            held.host.dirty.scrub_all()
     for block in [0, 1, 2, 3] * 3:  # states that have copies leave their slots to others that come back
         step(block)
     for block in range(20, 24):  # the last copy is under way

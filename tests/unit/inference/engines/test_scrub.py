@@ -125,22 +125,22 @@ def test_each_place_that_frees_memory_is_noted(
 
 
 @pytest.mark.parametrize("kind", [MIX], indirect=True)
-@pytest.mark.parametrize("part", ["clean", "scrub", "at the end of a call"])
+@pytest.mark.parametrize("part", ["scrub", "scrub_all", "at the end of a call"])
 def test_each_time_of_zeroing_is_needed(kind: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "at the end of a call":
         monkeypatch.setattr(EngineCore, "_complete", lambda core: setattr(core, "repair", None))
-    elif part == "clean":
-        clean = DirtyEntries.clean
+    elif part == "scrub":
+        scrub = DirtyEntries.scrub
 
-        def only_scrubs(left: DirtyEntries, entries: Iterable[int]) -> None:
-            if sys._getframe(1).f_code.co_name == "scrub":
-                clean(left, entries)
+        def only_all(left: DirtyEntries, entries: Iterable[int]) -> None:
+            if sys._getframe(1).f_code.co_name == "scrub_all":
+                scrub(left, entries)
             else:
                 left.remove(entries)
 
-        monkeypatch.setattr(DirtyEntries, "clean", only_scrubs)
+        monkeypatch.setattr(DirtyEntries, "scrub", only_all)
     else:
-        monkeypatch.setattr(DirtyEntries, "scrub", lambda left: None)
+        monkeypatch.setattr(DirtyEntries, "scrub_all", lambda left: None)
     with pytest.raises(AssertionError, match=FOUND):
         pressed_by_all()
 
@@ -260,7 +260,7 @@ def test_on_a_gpu_beside_graphs_and_a_tier(graphs: int | None) -> None:
     assert engine.stats().cache.tiers.num_host_states > 0
     with no_synchronisation():
         engine.context.memory.scrubber.blocks.add([1, 3])
-        engine.context.memory.scrubber.scrub()
+        engine.context.memory.scrubber.scrub_all()
     engine.reset_prefix_cache()
     torch.cuda.synchronize()
     assert_scrubbed(engine)

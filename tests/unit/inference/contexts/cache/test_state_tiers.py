@@ -187,7 +187,7 @@ def test_a_copy_that_takes_the_row_of_a_copy_that_failed_is_not_zeroed() -> None
     with patch.object(copies, "store", side_effect=CopyFailedError):
         tier.spill([0], [11])
     tier.spill([1], [22])
-    tier.host.dirty.scrub()
+    tier.host.dirty.scrub_all()
     assert 22 in tier
     assert torch.equal(copies.memory[0], states[1])
 
@@ -199,7 +199,7 @@ def test_a_removed_copy_is_zeroed() -> None:
     tiers.spill([0, 1], [11, 22])
     kept, _ = tiers.host.entries[22]
     tiers.remove([11])
-    tiers.host.dirty.scrub()
+    tiers.host.dirty.scrub_all()
     assert not copies.memory[1 - kept].any()
     assert torch.equal(copies.memory[kept], states[1])
 
