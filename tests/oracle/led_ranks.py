@@ -136,7 +136,7 @@ def state_of(engine: ms.DynamicInferenceEngine) -> dict[str, object]:
         "states": sorted(cache.slots.cached_states.state_block_of_hash.items()),
         "slots": [cache.slots.cached_states.block_of(slot) for slot in range(cache.slots.num_slots)],
         "order": list(cache.slots.cached_states.by_recency()),
-        "pins": [(one.num_tokens, one.prefix_hash) for one in cache.pins.held],
+        "pins": [(one.num_tokens, one.prefix_hash) for one in cache.pins.prefixes],
         "stats": engine.context.cache_stats(),
         "version": engine.weights_version,
         "allocated": engine.context.memory.is_allocated,

@@ -74,7 +74,7 @@ class DynamicInferenceContext:
             tiers=tiers, division=sizes.division, scrubber=scrubber,
         )  # fmt: skip
         self._request_states = self._new_request_states()
-        self._replace_admission()
+        self.admission = self._new_admission()
         largest = largest_shape(
             config.max_requests, config.max_tokens_per_step, 1 + config.num_speculative_tokens,
             self.admission.block_table.shape[1], self._chunk_size, bool(config.batch_invariant),
@@ -114,10 +114,8 @@ class DynamicInferenceContext:
             return ReplayedStates(pool, cache, self._chunk_size)
         return RequestStates(pool, cache, in_place)
 
-    def _replace_admission(self) -> None:
-        self.admission = Admission(
-            self.config, self._chunk_size, self.prefix_cache, self._request_states, self.memory
-        )
+    def _new_admission(self) -> Admission:
+        return Admission(self.config, self._chunk_size, self.prefix_cache, self._request_states, self.memory)
 
     # ---- requests
 
@@ -325,7 +323,7 @@ class DynamicInferenceContext:
         self.batch = ()
         self.uncommitted = []
         self.admission.clear()
-        self._replace_admission()
+        self.admission = self._new_admission()
         if not keep_counts:
             self._ledger = TokenLedger()
             self._num_requests_seen = 0

@@ -431,13 +431,13 @@ class DynamicInferenceEngine:
     def pins(self) -> list[PinnedPrefix]:
         """The pinned prefixes, in the order in which they were pinned."""
         self.settle()
-        return list(self.context.prefix_cache.pins.held)
+        return list(self.context.prefix_cache.pins.prefixes)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned."""
         self.ensure_usable("unpin")
         pins = self.context.prefix_cache.pins
-        index = next((index for index, pinned in enumerate(pins.held) if pinned is prefix), None)
+        index = next((index for index, pinned in enumerate(pins.prefixes) if pinned is prefix), None)
         if index is None:
             pins.unpin(prefix)  # raises, and changes nothing
         else:

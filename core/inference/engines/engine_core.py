@@ -255,7 +255,7 @@ class EngineCore:
         """Unpin the prefix at `index` of the pins; ranks of which one has failed may give other `pin_id`s."""
         pins = self._context.prefix_cache.pins
         with self.changing():
-            pins.unpin(list(pins.held)[index])
+            pins.unpin(list(pins.prefixes)[index])
 
     def reset_prefix_cache(self) -> None:
         with self.changing(repair=self._rebuild):

@@ -56,14 +56,14 @@ class EvictionPolicy:
     def add_request(self, hashes: Sequence[int], stop: int, was_preempted: bool = False) -> int:
         """A request with these prefix hashes arrives; it could resume after at most `hashes[:stop]`.
 
-        `was_preempted`: whether it arrived before, and was preempted. Returns a number for the request.
+        `was_preempted`: whether it arrived before, and was preempted. Returns its ticket, for other calls.
         """
         return -1
 
-    def end_request(self, request: int) -> None:
-        """The request with this number ended, or is preempted."""
+    def end_request(self, ticket: int) -> None:
+        """The request ended, or is preempted."""
 
-    def insert_planned(self, hashes: Sequence[int], depth: int, kind: str, request: int) -> None:
+    def insert_planned(self, hashes: Sequence[int], depth: int, kind: str, ticket: int) -> None:
         """A request's state after `hashes[:depth]` will be stored, at a boundary of this `kind`."""
 
     def remove_planned(self, prefix_hash: int | None) -> None:

@@ -30,7 +30,7 @@ class CachedPath:
         self.num_registered = 0  # leading blocks that are complete and never written again
         self.state_slot = -1  # whose state the sequence continues from, pinned; -1: none
         self.rolling_block = -1  # of the newest decode state that rolls, or -1
-        self.policy_ticket = -1  # the eviction policy's number, or -1
+        self.policy_ticket = -1  # what the eviction policy calls the request; -1: nothing
         self._table_row = table_row
 
     def check_fits(self, num_blocks: int) -> None:
@@ -122,7 +122,7 @@ class PlannedState(NamedTuple):
     hashes: Sequence[int]
     depth: int
     kind: str
-    request: int
+    ticket: int
 
     @classmethod
     def of(cls, step: PathStep, boundary: Boundary, prefix_hash: int) -> "PlannedState":

@@ -38,7 +38,7 @@ class PinnedPrefixes:
         self._slots = slots
         self._kv_blocks = kv_blocks
         self._units = units
-        self.held: dict[PinnedPrefix, tuple[list[int], int]] = {}  # KV blocks and slot, in order of pins
+        self.prefixes: dict[PinnedPrefix, tuple[list[int], int]] = {}  # KV blocks and slot, in order of pins
         self.block_references: Counter[int] = Counter()  # of the pinned blocks
         self._next_id = 0
 
@@ -56,7 +56,7 @@ class PinnedPrefixes:
         """How many KV blocks one sequence can hold while the pins stay, with pinned ones that it shares."""
         num_blocks = self._kv_blocks.total_count
         if self._units is not None:
-            num_units = self._units.num_units_for_pins([slot for _, slot in self.held.values()])
+            num_units = self._units.num_units_for_pins([slot for _, slot in self.prefixes.values()])
             num_for_kv = self._units.num_units - num_units - self._units.num_spare_units
             num_blocks = max(self._units.num_kv_units, num_for_kv) * self._units.blocks_per_unit
         return max(0, num_blocks - self.num_blocks) + sum(map(self.block_references.__contains__, shared))
@@ -69,25 +69,25 @@ class PinnedPrefixes:
         self._slots.pin(slot)
         self._kv_blocks.add_references(blocks)
         prefix = PinnedPrefix(self._next_id, num_tokens, self._slots.tree.hash_of(blocks[-1]))
-        self.held[prefix] = (blocks, slot)
+        self.prefixes[prefix] = (blocks, slot)
         self.block_references.update(blocks)
         self._next_id += 1
         return prefix
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Release a pinned prefix; ValueError for a prefix that is not pinned here."""
-        if not isinstance(prefix, PinnedPrefix) or prefix not in self.held:
+        if not isinstance(prefix, PinnedPrefix) or prefix not in self.prefixes:
             raise refused("prefix", prefix, "a prefix that is pinned here (a reset unpins all)")
-        blocks, slot = self.held.pop(prefix)
+        blocks, slot = self.prefixes.pop(prefix)
         self.block_references -= Counter(blocks)
         self._slots.unpin(slot)
         self._kv_blocks.release_memory_blocks(blocks)
 
     def clear(self) -> None:
         """Remove all pins; the caller resets the allocators."""
-        self.held.clear()
+        self.prefixes.clear()
         self.block_references.clear()
 
     @property
     def slot_pins(self) -> Counter[int]:
-        return Counter(slot for _, slot in self.held.values())
+        return Counter(slot for _, slot in self.prefixes.values())

@@ -340,7 +340,7 @@ class PrefixCache:
         for path in paths:
             path.caches = False
             path.rolling_block = -1
-        for prefix in list(self.pins.held):
+        for prefix in list(self.pins.prefixes):
             self.pins.unpin(prefix)
         if self.tiers is not None:
             self.tiers.clear()

@@ -99,9 +99,9 @@ class ValueEviction(EvictionPolicy):
         self._requests[self._num_requests] = _Request(node, turn)
         return self._num_requests
 
-    def end_request(self, request: int) -> None:
+    def end_request(self, ticket: int) -> None:
         """The request ends, or is preempted."""
-        gone = self._requests.pop(request, None)
+        gone = self._requests.pop(ticket, None)
         if gone is None or gone.deepest.parent is None:
             return
         node = gone.deepest
@@ -150,7 +150,7 @@ class ValueEviction(EvictionPolicy):
 
     # ---- states
 
-    def insert_planned(self, hashes: Sequence[int], depth: int, kind: str, request: int) -> None:
+    def insert_planned(self, hashes: Sequence[int], depth: int, kind: str, ticket: int) -> None:
         """A state will be stored after `hashes[:depth]`; it counts as cached from now on."""
         node = self._tree.nodes.get(hashes[depth - 1])
         if node is None:
@@ -158,7 +158,7 @@ class ValueEviction(EvictionPolicy):
             node.boundary_kind = kind
         elif node.is_present:
             return
-        if (running := self._requests.get(request)) is not None:
+        if (running := self._requests.get(ticket)) is not None:
             self._set_role(node, running)
         self._planned[node.prefix_hash] = node
         self._push(self._tree.make_present(node, PLANNED))

@@ -300,7 +300,7 @@ def test_a_reset_that_fails_is_completed_by_the_next_call() -> None:
     engine = small_engine()
     engine.add_request(HEADS[4])
     engine.step()
-    with patch.object(engine.context, "_replace_admission", side_effect=InjectedError):
+    with patch.object(engine.context, "_new_admission", side_effect=InjectedError):
         with pytest.raises(InjectedError):
             engine.reset()
         with pytest.raises(RuntimeError, match=CANNOT):

@@ -187,7 +187,7 @@ def test_pinned_states_leave_room_for_one_longest_sequence() -> None:
             engine.pin(prompt)
         engine.check_integrity()
     pins = engine.context.prefix_cache.pins
-    assert len(pins.held) > 2
+    assert len(pins.prefixes) > 2
     reach = pins.max_sequence_blocks() * BLOCK
     long = random_tokens(min(62, reach - 3), 99)
     serve_checked(engine, [long], length=2)

@@ -212,20 +212,20 @@ def test_pins_are_listed_in_order_and_given_back_without_the_handle():
     for tokens in ([1, 2, 3, 4], [1, 2, 5, 6, 7, 8]):
         cache.release(computed(cache, tokens, positions=[len(tokens)]))
         cache.pin(chain_of(tokens))
-    first, second = cache.pins.held
-    assert [pin.num_tokens for pin in cache.pins.held] == [4, 6]
+    first, second = cache.pins.prefixes
+    assert [pin.num_tokens for pin in cache.pins.prefixes] == [4, 6]
     assert (first.prefix_hash, second.prefix_hash) == (
         chain_of([1, 2, 3, 4]).hashes[-1],
         chain_of([1, 2, 5, 6, 7, 8]).hashes[-1],
     )
-    assert (len(cache.pins.held), cache.pins.num_blocks) == (2, 4)  # they share one
+    assert (len(cache.pins.prefixes), cache.pins.num_blocks) == (2, 4)  # they share one
     shared = cache.match(chain_of([1, 2, 3, 4, 9]), 5).blocks
     assert set(shared) <= cache.pins.block_references.keys()
     assert (cache.pins.max_sequence_blocks(), cache.pins.max_sequence_blocks(shared)) == (12, 14)
-    for pin in list(cache.pins.held):
+    for pin in list(cache.pins.prefixes):
         cache.pins.unpin(pin)
         cache.check_integrity([])
-    assert (len(cache.pins.held), cache.pins.num_blocks) == (0, 0)
+    assert (len(cache.pins.prefixes), cache.pins.num_blocks) == (0, 0)
 
 
 def test_what_is_discarded_is_not_found_again():
@@ -766,7 +766,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prefix = self.cache.pin(chain)
         assert prefix.num_tokens == len(blocks) * SIZE
         self.pins[prefix] = blocks
-        assert list(self.cache.pins.held) == list(self.pins)
+        assert list(self.cache.pins.prefixes) == list(self.pins)
         assert self.cache.pins.num_blocks == len({block for pinned in self.pins.values() for block in pinned})
 
     @precondition(lambda self: self.pins)

@@ -259,10 +259,10 @@ class Borrowers(RuleBasedStateMachine):
             except MambaSlotCapacityError:
                 assert len(set(self.cache.pins.slot_pins)) >= self.cache.pins.max_slots
 
-    @precondition(lambda self: self.cache.pins.held)
+    @precondition(lambda self: self.cache.pins.prefixes)
     @rule(data=st.data())
     def a_prefix_is_unpinned(self, data):
-        self.cache.pins.unpin(self.draw(data, list(self.cache.pins.held)))
+        self.cache.pins.unpin(self.draw(data, list(self.cache.pins.prefixes)))
 
     @rule(count=st.integers(1, 5))
     def slots_are_wanted(self, count):
