@@ -5,44 +5,35 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .answer_text import AnswerToken, Piece
+from .answer_text import AnswerDelta, AnswerToken
 from .requests import AnswerRequest
 
 _LOWEST_LOG_PROB = -9999.0  # JSON has no minus infinity
 
 
-def usage(num_prompt_tokens: int, num_cached_tokens: int, num_answer_tokens: int) -> dict[str, Any]:
-    """The tokens of a request: of its prompts, cached ones of these, and of its answers."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_answer_tokens,
-        "total_tokens": num_prompt_tokens + num_answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-    }
-
-
 class AnswerFormat:
     """How answers of /v1/completions are written: `whole`, or in the chunks of a stream."""
 
-    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
 
     def __init__(self, model_name: str, request: AnswerRequest) -> None:
         self.request = request
         self._heading = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time())}
         self._heading["model"] = model_name
 
-    def whole(self, answers: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[AnswerDelta], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request without `stream`, from all its answers."""
         choices = [self._choice(i, self._text(answer.text), answer) for i, answer in enumerate(answers)]
         return {**self._heading, "object": self.kind, "choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The event of a stream before the first piece of answer `index`."""
+        """The event of a stream before the first delta of answer `index`."""
         return None
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece of answer `index` in a stream."""
-        return self._event([self._choice(index, self._delta(piece.text), piece)])
+    def chunk(self, index: int, delta: AnswerDelta) -> dict[str, Any]:
+        """A delta of answer `index` in a stream."""
+        return self._event([self._choice(index, self._delta(delta.text), delta)])
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream whose client asked for the counts."""
@@ -52,11 +43,11 @@ class AnswerFormat:
         event = {**self._heading, "object": self.chunk_kind, "choices": choices}
         return {**event, "usage": None} if self.request.stream_options.include_usage else event
 
-    def _choice(self, index: int, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(piece.tokens)
-        choice = {"index": index, **text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
+    def _choice(self, index: int, text: dict[str, Any], delta: AnswerDelta) -> dict[str, Any]:
+        log_probs = None if self.request.num_top_log_probs is None else self._log_probs(delta.tokens)
+        choice = {"index": index, **text, "logprobs": log_probs, "finish_reason": delta.finish_reason}
         if self.request.return_token_ids:
-            choice["token_ids"] = [token.token for token in piece.tokens]
+            choice["token_ids"] = [token.token for token in delta.tokens]
         return choice
 
     def _text(self, text: str) -> dict[str, Any]:
@@ -76,7 +67,9 @@ class AnswerFormat:
 class ChatAnswerFormat(AnswerFormat):
     """How answers of /v1/chat/completions are written."""
 
-    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -98,8 +91,8 @@ class ChatAnswerFormat(AnswerFormat):
 
 def _token_json(text: str, log_prob: float | None) -> dict[str, Any]:
     """A token with its bytes, which are unknown for a part of a character."""
-    known = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": _log_prob(log_prob), "bytes": known}
+    utf8 = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _log_prob(log_prob), "bytes": utf8}
 
 
 def _by_text(token: AnswerToken) -> dict[str, float]:

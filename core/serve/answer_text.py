@@ -19,18 +19,18 @@ class AnswerToken:
 
 
 @dataclass
-class Piece:
-    """What of an answer can be sent: text, and the tokens that lie in all text sent so far."""
+class AnswerDelta:
+    """What of an answer can be sent now: more text, and the tokens that its end completes."""
 
     text: str = ""
     tokens: Sequence[AnswerToken] = ()
-    finish_reason: str | None = None  # of the last piece
+    finish_reason: str | None = None  # of the last delta
 
     @classmethod
-    def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
+    def joined(cls, deltas: Sequence["AnswerDelta"]) -> "AnswerDelta":
         """The whole of an answer."""
-        tokens = [token for piece in pieces for token in piece.tokens]
-        return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
+        tokens = [token for delta in deltas for token in delta.tokens]
+        return cls("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)
 
 
 class AnswerText:
@@ -50,68 +50,67 @@ class AnswerText:
         self._keeps_tokens = keeps_tokens
         self._previous_token = previous
         self._num_characters = 0
-        self._unplaced: list[AnswerToken] = []
-        """Tokens whose characters are not complete."""
-        self._pending: list[tuple[int, AnswerToken]] = []
-        """Tokens that were not returned, and where the text that they complete ends."""
+        self._unplaced: list[AnswerToken] = []  # tokens whose characters are not complete
+        self._pending: list[tuple[int, AnswerToken]] = []  # not returned, after the end of their text
 
     @property
     def has_stopped(self) -> bool:
         return self._stops.is_found
 
-    def push(self, tokens: Sequence[GeneratedToken]) -> Piece:
+    def push(self, tokens: Sequence[GeneratedToken]) -> AnswerDelta:
         """Add tokens and return what can be sent. Tokens after a stop string are dropped."""
-        sent = []
+        text_parts = []
         for generated in tokens:
             if self.has_stopped:
                 break
             self.num_tokens += 1
-            piece = self._detokenizer.push(generated.token) if self._detokenizer is not None else ""
+            text = self._detokenizer.push(generated.token) if self._detokenizer is not None else ""
             if self._keeps_tokens:
                 self._unplaced.append(self._answer_token(generated))
                 self._previous_token = generated.token
-            sent.append(self._placed(piece))
-        return Piece("".join(sent), self._returned())
+            text_parts.append(self._add_text(text))
+        return AnswerDelta("".join(text_parts), self._take_complete_tokens())
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerDelta:
         """The rest of an answer that has ended."""
         if self.has_stopped:
-            return Piece()
-        rest = self._placed(self._detokenizer.finish() if self._detokenizer is not None else "")
+            return AnswerDelta()
+        text = self._add_text(self._detokenizer.finish() if self._detokenizer is not None else "")
         if self.has_stopped:
-            return Piece(rest, self._returned())
-        text = rest + self._stops.finish()
+            return AnswerDelta(text, self._take_complete_tokens())
+        text += self._stops.finish()
         tokens = [token for _, token in self._pending] + self._unplaced
-        self._pending, self._unplaced = [], []
-        return Piece(text, tokens)
+        self._pending = []
+        self._unplaced = []
+        return AnswerDelta(text, tokens)
 
     def _answer_token(self, generated: GeneratedToken) -> AnswerToken:
-        before = self._codec.decode([self._previous_token]) if self._codec is not None else ""
+        previous = self._codec.decode([self._previous_token]) if self._codec is not None else ""
 
         def text_of(token: int) -> str:
             """What it adds; tokenizers may write a token otherwise at the beginning of a text."""
             if self._codec is None:
                 return ""
-            both = self._codec.decode([self._previous_token, token])
-            return both[len(before) :] if both.startswith(before) else self._codec.decode([token])
+            pair = self._codec.decode([self._previous_token, token])
+            return pair[len(previous) :] if pair.startswith(previous) else self._codec.decode([token])
 
         top = tuple((text_of(token), log_prob) for token, log_prob in generated.top_log_probs or ())
         text = text_of(generated.token)
         return AnswerToken(generated.token, text, self._num_characters, generated.log_prob, top)
 
-    def _placed(self, piece: str) -> str:
+    def _add_text(self, text: str) -> str:
         """Add characters; return those that stand before a stop string."""
-        self._num_characters += len(piece)
-        if piece or self._detokenizer is None:
+        self._num_characters += len(text)
+        if text or self._detokenizer is None:
             self._pending += ((self._num_characters, token) for token in self._unplaced)
             self._unplaced = []
-        return self._stops.push(piece)
+        return self._stops.push(text)
 
-    def _returned(self) -> list[AnswerToken]:
-        """The tokens whose text was returned."""
-        end = self._stops.num_returned
-        tokens = [token for place, token in self._pending if place <= end]
-        self._pending = [(place, token) for place, token in self._pending if place > end]
+    def _take_complete_tokens(self) -> list[AnswerToken]:
+        """The pending tokens whose text was returned; they are pending no more."""
+        num_returned = self._stops.num_returned
+        tokens = [token for end, token in self._pending if end <= num_returned]
+        self._pending = [(end, token) for end, token in self._pending if end > num_returned]
         return tokens
 
 
@@ -128,26 +127,26 @@ class StopStrings:
         self._stops = list(stops)
         self._kept = ""
 
-    def push(self, piece: str) -> str:
+    def push(self, new_text: str) -> str:
         """Add text; return what is now known to stand before the first stop string."""
         if self.is_found:
             return ""
-        text, self._kept = self._kept + piece, ""
-        places = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
-        if places:
+        text = self._kept + new_text
+        self._kept = ""
+        spans = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        if spans:
             self.is_found = True
-            end, less = min(places)
-            return self._returned(text[: end + less])
+            _, start = min(spans)
+            return self._count_returned(text[:start])
         num_kept = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._kept = text[len(text) - num_kept :]
-        return self._returned(text[: len(text) - num_kept])
+        return self._count_returned(text[: len(text) - num_kept])
 
     def finish(self) -> str:
-        """The rest of a text that has ended without a stop string."""
-        rest, self._kept = self._kept, ""
-        return self._returned(rest)
+        """The rest of a text that has ended without a stop string; called once."""
+        return self._count_returned(self._kept)
 
-    def _returned(self, text: str) -> str:
+    def _count_returned(self, text: str) -> str:
         self.num_returned += len(text)
         return text
 

@@ -62,7 +62,7 @@ def make_app_over(served: ServedEngine, loaded: LoadedText, settings: ServerSett
     """The application over any `ServedEngine`, which is started and closed with it; no `monitor`."""
     app = FastAPI(
         title="mambaslots",
-        docs_url=None,  # its scripts would come from another host
+        docs_url=None,  # its scripts would come from another site
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
@@ -70,8 +70,10 @@ def make_app_over(served: ServedEngine, loaded: LoadedText, settings: ServerSett
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _answer_http_error},  # of a RequestError: `AccessMiddleware`
     )
-    app.state.service, app.state.engine = Service(served, loaded, settings), served
-    app.state.settings, app.state.created = settings, int(time.time())
+    app.state.service = Service(served, loaded, settings)
+    app.state.engine = served
+    app.state.settings = settings
+    app.state.created = int(time.time())
     app.include_router(router)
     app.include_router(page_router)
     return app
@@ -129,19 +131,19 @@ async def model(name: str, request: Request) -> Response:
 
 @router.api_route("/health", methods=["GET", "HEAD"])
 async def health(request: Request) -> Response:
-    refused = _service(request).why_refused
-    if refused is not None:
-        raise refused
+    error = _service(request).why_refused
+    if error is not None:
+        raise error
     return JSONAnswer({"status": "ok"})
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    found = [*await _service(request).engine.metrics()]
+    engine_metrics = [*await _service(request).engine.metrics()]
     failed_accepts: FailedAccepts | None = getattr(request.app.state, "failed_accepts", None)
     if failed_accepts is not None:
-        found += connection_metrics(failed_accepts.num_failed)
-    return Response(await run_in_threadpool(text_of, found), media_type=CONTENT_TYPE_LATEST)
+        engine_metrics += connection_metrics(failed_accepts.num_failed)
+    return Response(await run_in_threadpool(text_of, engine_metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 def _service(request: Request) -> Service:

@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FAILURE_S = 0.5
 """The loop tries again after a second, and reports a failure once for each place of its backlog."""
-_FIRST_PROBE_S, _LONGEST_PROBE_S = 0.004, 0.5
+_FIRST_PROBE_S = 0.004
+_LONGEST_PROBE_S = 0.5
 
 
 def raise_descriptor_limit() -> None:
     """Let this process open as many files and connections as it may; a shell's 1024 are few clients."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     except (ValueError, OSError) as error:  # macOS says "infinity", and does not accept it
         logger.warning("the limit of open files stays as it is: %s", error)
 
@@ -30,8 +31,7 @@ def raise_descriptor_limit() -> None:
 class Connection(H11Protocol):
     """A connection whose client may end its sending side: the requests that it has sent are answered."""
 
-    has_ended = False
-    """Whether the client sends nothing more."""
+    has_ended = False  # whether the client sends nothing more
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,8 +44,10 @@ class Connection(H11Protocol):
         return not (has_request or self.transport.is_closing() or self.transport.get_write_buffer_size())
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        last = self.cycle
-        if last is None or last.response_complete or last.more_body or last.scope["http_version"] == "1.0":
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        if cycle.scope["http_version"] == "1.0":
             return False
         if not self.has_ended:
             self.has_ended = True
@@ -56,15 +58,15 @@ class Connection(H11Protocol):
         """Send something until the answer begins: where nobody reads, the connection is lost."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
-        going_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-        self.transport.write(self.conn.send(going_on))
+        response = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        self.transport.write(self.conn.send(response))
         self.loop.call_later(seconds, self._probe, min(2 * seconds, _LONGEST_PROBE_S))
 
     def on_response_complete(self) -> None:
         self.silent_since_s = self.loop.time()
-        answered = self.cycle
+        answered_cycle = self.cycle
         super().on_response_complete()  # begins with the next request, where it has come
-        if self.has_ended and self.cycle is answered:
+        if self.has_ended and self.cycle is answered_cycle:
             self.transport.close()
         elif self.has_ended:
             self._probe(_FIRST_PROBE_S)

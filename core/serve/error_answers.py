@@ -90,9 +90,8 @@ _REFUSALS: dict[str, tuple[type[Exception] | tuple[()], int, str]] = {
 
 def refusal(reason: str | Exception) -> RequestError:
     """The error of a request that may be sent again: of a code, or of what the engine raised."""
-    code, (_, status, message) = next(
-        row for row in _REFUSALS.items() if reason == row[0] or isinstance(reason, row[1][0])
-    )
+    code = next(code for code, (kind, *_) in _REFUSALS.items() if reason == code or isinstance(reason, kind))
+    _, status, message = _REFUSALS[code]
     return RequestError(status, message, code=code, headers={"retry-after": "1"})
 
 

@@ -12,22 +12,20 @@ from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError
 from ..inference.engines.streams import AsyncStream
 from ..params_and_results import RequestResult
 from ..text import TextCodec
-from .answer_json import AnswerFormat, usage
-from .answer_text import AnswerText, Piece
+from .answer_json import AnswerFormat
+from .answer_text import AnswerDelta, AnswerText
 from .error_answers import JSONAnswer, RequestError, bad_argument, json_bytes, refusal
 from .jobs import Choice, Job
 from .middleware import BROKEN_BY
 from .served_engine import ServedEngine
 
-Emit = Callable[[int, Piece], Awaitable[None]]
-"""Called with the number of an answer and a piece of it."""
+Emit = Callable[[int, AnswerDelta], Awaitable[None]]  # called with the number of an answer and a delta of it
 
-_LAST_EVENT_S = 1.0
-"""Seconds in which a client must read the error that ends its stream."""
+_LAST_EVENT_S = 1.0  # seconds in which a client must read the error that ends its stream
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the pieces
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
 ]
 
 
@@ -40,7 +38,7 @@ class GeneratedAnswer(Response):
     job: Job
     tenant: str
     cache_salt: bytes | None
-    form: AnswerFormat
+    answer_format: AnswerFormat
     deadline: float
     on_end: Callable[[], None]
 
@@ -62,23 +60,28 @@ class GeneratedAnswer(Response):
             self.on_end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers: list[list[Piece]] = [[] for _ in self.job.choices]
+        answers: list[list[AnswerDelta]] = [[] for _ in self.job.choices]
 
-        async def collect(index: int, piece: Piece) -> None:
-            answers[index].append(piece)
+        async def collect(index: int, delta: AnswerDelta) -> None:
+            answers[index].append(delta)
 
         await within(self.deadline, self._generate(collect))
-        answer = JSONAnswer(self.form.whole(list(map(Piece.joined, answers)), self._usage))
+        answer = JSONAnswer(self.answer_format.whole(list(map(AnswerDelta.joined, answers)), self._usage))
         await within(self.deadline, answer(scope, receive, send))
 
     @property
     def _usage(self) -> dict[str, Any]:
         """Complete after `_generate`. Of several answers to a prompt, the first counts its cached tokens."""
         num_answer_tokens = sum(text.num_tokens for text in self._texts)
-        return usage(self.job.num_prompt_tokens, self._num_cached, num_answer_tokens)
+        return {
+            "prompt_tokens": self.job.num_prompt_tokens,
+            "completion_tokens": num_answer_tokens,
+            "total_tokens": self.job.num_prompt_tokens + num_answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
+        }
 
     async def _generate(self, emit: Emit) -> None:
-        """Give each piece of all answers to `emit`; RequestError where that fails."""
+        """Give each delta of all answers to `emit`; RequestError where that fails."""
         streams: dict[int, AsyncStream] = {}
         try:
             async with asyncio.TaskGroup() as tasks:  # the engine has all requests before it has answers
@@ -88,7 +91,7 @@ class GeneratedAnswer(Response):
                 for choice in self.job.choices:
                     tasks.create_task(self._read(choice, streams[choice.index], emit))
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise _first_error(group) from None
         finally:
             for stream in streams.values():
                 stream.cancel()
@@ -111,20 +114,20 @@ class GeneratedAnswer(Response):
             async for tokens in stream:
                 if text.has_stopped:
                     continue  # until the request has ended and its result is there
-                piece = text.push(tokens)
+                delta = text.push(tokens)
                 if text.has_stopped:
                     stream.finish()
-                if piece.text or piece.tokens:
-                    await emit(choice.index, piece)
+                if delta.text or delta.tokens:
+                    await emit(choice.index, delta)
         except (EngineDeadError, NoReplicaError, KVBlockCapacityError) as error:
             raise refusal(error) from None
         result = stream.result
         assert result is not None
-        piece = text.finish()
-        piece.finish_reason = "stop" if text.has_stopped else _finish_reason(result)
+        delta = text.finish()
+        delta.finish_reason = "stop" if text.has_stopped else _finish_reason(result)
         if choice.index == choice.prompt * self.job.request.n:
             self._num_cached += result.num_resumed_tokens
-        await emit(choice.index, piece)
+        await emit(choice.index, delta)
 
 
 class StreamedAnswer(GeneratedAnswer):
@@ -138,26 +141,26 @@ class StreamedAnswer(GeneratedAnswer):
         except Exception as error:
             if not self._has_started:
                 raise
-            shown = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
-            scope["state"][BROKEN_BY] = shown.code or "error"
+            sent_error = error if isinstance(error, RequestError) else RequestError(500, "an internal error")
+            scope["state"][BROKEN_BY] = sent_error.code or "error"
             async with asyncio.timeout(_LAST_EVENT_S):
-                await self._send(send, shown.body)
+                await self._send(send, sent_error.body)
                 await send({"type": "http.response.body", "body": b""})
-            if shown is not error:
+            if sent_error is not error:
                 raise
 
     async def _events(self, send: Send) -> None:
-        opened: set[int] = set()
+        opened_indices: set[int] = set()
         options = self.job.request.stream_options
         lock = asyncio.Lock()  # events of one answer stay in order, and start before all
 
-        async def emit(index: int, piece: Piece) -> None:
+        async def emit(index: int, delta: AnswerDelta) -> None:
             async with lock:
-                opening = None if index in opened else self.form.opening(index)
-                opened.add(index)
+                opening = None if index in opened_indices else self.answer_format.opening(index)
+                opened_indices.add(index)
                 if opening is not None:
                     await self._send(send, opening)
-                chunk = self.form.chunk(index, piece)
+                chunk = self.answer_format.chunk(index, delta)
                 if options.include_usage and options.continuous_usage_stats:
                     # What was cached is known when the answers have ended: the last event says it.
                     chunk["usage"] = self._usage | {"prompt_tokens_details": None}
@@ -165,7 +168,7 @@ class StreamedAnswer(GeneratedAnswer):
 
         await self._generate(emit)
         if options.include_usage:
-            await self._send(send, self.form.usage_chunk(self._usage))
+            await self._send(send, self.answer_format.usage_chunk(self._usage))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send(self, send: Send, event: dict[str, Any]) -> None:
@@ -188,17 +191,17 @@ async def within[T](deadline: float, work: Awaitable[T], error: RequestError | N
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Do `work`, whose request was read; cancel it where the client goes away. Returns whether it is done."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
+    work_task = asyncio.create_task(work)
+    disconnect_task = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        is_done = working.done()
-        for task in (working, watching):
+        is_done = work_task.done()
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
     if is_done:
-        working.result()
+        work_task.result()
     return is_done
 
 
@@ -217,7 +220,7 @@ def _finish_reason(result: RequestResult) -> str:
     raise refusal("cancelled")
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of a group; the others follow from it or equal it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

@@ -18,8 +18,7 @@ from .requests import MAX_CHOICES, AnswerRequest, BodyLimits, ChatRequest, Compl
 from .served_engine import EngineFacts
 from .server_settings import ServerSettings
 
-_MAX_READ_BYTES = 64 * 2**20
-"""Of a body that is too long so much is read before it is refused."""
+_MAX_READ_BYTES = 64 * 2**20  # of a body that is too long so much is read before it is refused
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 
@@ -63,32 +62,33 @@ class JobFactory:
 
     def completion_job(self, body: bytes, header_salt: str | None) -> Job:
         request = CompletionRequest.read(parsed_object(body), self._limits, header_salt)
-        prompts, last = [], max(request.checkpoints, default=0)
+        prompts = []
+        last_checkpoint = max(request.checkpoints, default=0)
         for prompt in request.prompt:
             tokens = self._codec_for("prompt").encode(prompt) if isinstance(prompt, str) else prompt
-            if last > len(tokens):
-                message = f"checkpoints holds {last}; accepted: positions up to {len(tokens)}"
+            if last_checkpoint > len(tokens):
+                message = f"checkpoints holds {last_checkpoint}; accepted: positions up to {len(tokens)}"
                 raise bad_field("checkpoints", message)
             prompts.append((tokens, request.checkpoints))
         return self._job("prompt", prompts, request, _DEFAULT_COMPLETION_TOKENS)
 
     def chat_job(self, body: bytes, header_salt: str | None) -> Job:
-        written = parsed_object(body)
-        request = ChatRequest.read(written, self._limits, header_salt)
+        fields = parsed_object(body)
+        request = ChatRequest.read(fields, self._limits, header_salt)
         text = self._codec_for("messages")
         if text.chat_template is None:
             raise bad_field(
                 "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
             )
         messages = [
-            message.for_template(sent)
-            for message, sent in zip(request.messages, written["messages"], strict=True)
+            message.for_template(message_fields)
+            for message, message_fields in zip(request.messages, fields["messages"], strict=True)
         ]
-        marked = tuple(i for i, message in enumerate(request.messages) if message.is_marked)
-        sent = {name: written[name] for name in ("tools", "tool_choice") if written.get(name)}
-        variables = request.chat_template_kwargs | sent
+        marked_messages = tuple(i for i, message in enumerate(request.messages) if message.is_marked)
+        tools = {name: fields[name] for name in ("tools", "tool_choice") if fields.get(name)}
+        variables = request.chat_template_kwargs | tools
         try:
-            prompt = text.encode_chat_marked(messages, marked_messages=marked, **variables)
+            prompt = text.encode_chat_marked(messages, marked_messages=marked_messages, **variables)
         except ValueError as error:
             raise bad_field("messages", str(error)) from None
         default = self._loaded.generation.max_tokens
@@ -104,47 +104,45 @@ class JobFactory:
     ) -> Job:
         if request.stop:
             self._codec_for("stop")
-        num_choices, most_choices = len(prompts) * request.n, self._limits.max_prompts
-        if num_choices > most_choices:
-            message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {most_choices}"
-            if most_choices < MAX_CHOICES:
+        num_choices = len(prompts) * request.n
+        max_choices = self._limits.max_prompts
+        if num_choices > max_choices:
+            message = f"{len(prompts)} prompts times n are {num_choices} answers; accepted: {max_choices}"
+            if max_choices < MAX_CHOICES:
                 message += ", the server's max_waiting_requests"
             raise bad_field("n", message)
-        base = self._facts.checkpoint_plan
         choices: list[Choice] = []
         for number, (tokens, marks) in enumerate(prompts):
             if not tokens:
                 raise bad_field(field, f"{field} is empty; accepted: at least one token")
-            plan = base.with_marks(marks)
+            plan = self._facts.checkpoint_plan.with_marks(marks)
             room = self.longest - len(tokens)
-            most = request.max_tokens or max(1, min(room, default or room))
-            if most > room:
+            max_tokens = request.max_tokens or max(1, min(room, default or room))
+            if max_tokens > room:
                 message = (
-                    f"the prompt has {len(tokens)} tokens and the answer up to {most}; accepted: together at "
-                    f"most max_sequence_length ({self._facts.max_sequence_length}) and the KV pool "
-                    f"({self._facts.pool_tokens})"
+                    f"the prompt has {len(tokens)} tokens and the answer up to {max_tokens}; accepted: "
+                    f"together at most max_sequence_length ({self._facts.max_sequence_length}) and the KV "
+                    f"pool ({self._facts.pool_tokens})"
                 )
                 raise bad_field("max_tokens", message, "context_length_exceeded")
             for i in range(request.n):
-                sampling = self._sampling(request, most, i)
+                sampling = self._sampling(request, max_tokens, i)
                 choices.append(Choice(len(choices), number, tokens, sampling, plan))
         return Job(choices, request)
 
-    def _sampling(self, request: AnswerRequest, most: int, number: int) -> SamplingParams:
+    def _sampling(self, request: AnswerRequest, max_tokens: int, number: int) -> SamplingParams:
         """The parameters of answer `number` to a prompt, which has a seed of its own."""
-        stops = () if request.ignore_eos else self._loaded.generation.params.stop_token_ids
+        stop_token_ids = () if request.ignore_eos else self._loaded.generation.params.stop_token_ids
         seed = None if request.seed is None else (request.seed + number) & INT64_MAX
         try:
             return self._loaded.generation.sampling_params(
-                **request.sampling, max_tokens=most, stop_token_ids=(*stops, *request.stop_token_ids),
-                seed=seed, return_log_probs=request.num_top_log_probs is not None,
+                **request.sampling, max_tokens=max_tokens, seed=seed,
+                stop_token_ids=(*stop_token_ids, *request.stop_token_ids),
+                return_log_probs=request.num_top_log_probs is not None,
                 num_top_log_probs=request.num_top_log_probs or 0,
             )  # fmt: skip
         except ValueError as error:
             raise bad_argument(error, type(request).model_fields) from None
-
-
-# ---- what a client sends
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -156,21 +154,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
-    most = max(max_bytes, _MAX_READ_BYTES)
+    max_read_bytes = max(max_bytes, _MAX_READ_BYTES)
     num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
     parts: list[bytes] = []
-    if num_bytes <= most:
+    if num_bytes <= max_read_bytes:
         num_bytes = 0
         async for part in request.stream():  # to the end, so that the client reads the answer
             num_bytes += len(part)
             if num_bytes <= max_bytes:
                 parts.append(part)
-            elif num_bytes > most:
+            elif num_bytes > max_read_bytes:
                 break
     if num_bytes <= max_bytes:
         return b"".join(parts)
     message = f"the body is longer than the limit of {max_bytes} bytes"
-    headers = {"connection": "close"} if num_bytes > most else {}
+    headers = {"connection": "close"} if num_bytes > max_read_bytes else {}
     raise RequestError(413, message, code="body_too_long", headers=headers)
 
 

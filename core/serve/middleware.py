@@ -33,10 +33,7 @@ class BrokenAnswerError(Exception):
 
 
 class AccessMiddleware:
-    """ASGI middleware: gives each request an id and a log line, and admits it if its key is right.
-
-    Exceptions are logged as type and place alone: their messages may quote what clients sent.
-    """
+    """ASGI middleware: gives each request an id and a log line, and admits it if its key is right."""
 
     def __init__(self, app: ASGIApp, keys: "ApiKeys") -> None:
         self._app = app
@@ -48,7 +45,7 @@ class AccessMiddleware:
             return
         request_id = f"req-{secrets.token_hex(12)}"
         status = 0
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -70,16 +67,16 @@ class AccessMiddleware:
             logger.error("%s: %s", request_id, error_origin(error))
             if status:
                 raise BrokenAnswerError(request_id) from None  # so that the connection is closed
-            internal = RequestError(500, f"an internal error; the log of the server has {request_id}")
-            await internal.response(scope, receive, send_with_id)
+            shown_error = RequestError(500, f"an internal error; the log of the server has {request_id}")
+            await shown_error.response(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "-")  # other paths may be secrets
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - start_s
             level = logging.DEBUG if route in _POLLED and status < 400 else logging.INFO
-            shown = str(status or "gone")
+            outcome = str(status or "gone")
             if status and BROKEN_BY in scope["state"]:
-                shown += f" broken by {scope['state'][BROKEN_BY]}"
-            logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, shown, seconds)
+                outcome += f" broken by {scope['state'][BROKEN_BY]}"
+            logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, outcome, seconds)
 
 
 def _check_lengths(headers: _Headers) -> None:
@@ -91,20 +88,18 @@ def _check_lengths(headers: _Headers) -> None:
 
 def _path_in_app(scope: Scope) -> str:
     """The path without the prefix under which the app is mounted."""
-    path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
+    path = str(scope["path"])
+    prefix = str(scope.get("root_path", ""))
     return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
 
 
 def error_origin(error: BaseException) -> str:
-    """An exception without its message: its type, and the lines of code that it came through."""
+    """An exception without its message, which may quote clients: its type, and the lines it came through."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     cause = error.__cause__ if error.__cause__ is not None else error.__context__
-    caused = f"; caused by {type(cause).__name__}" if cause is not None else ""
-    return f"{type(error).__name__} through {', '.join(places)}{caused}"
-
-
-# ---- keys
+    cause_text = f"; caused by {type(cause).__name__}" if cause is not None else ""
+    return f"{type(error).__name__} through {', '.join(places)}{cause_text}"
 
 
 class ApiKeys:
@@ -116,20 +111,22 @@ class ApiKeys:
 
     def tenant_of(self, path: str, headers: _Headers) -> str:
         """The tenant whose request has these headers; 401 for a wrong key, 403 for a closed path."""
-        is_tenants = path.startswith("/v1/")
+        is_for_tenants = path.startswith("/v1/")
+        keys = self._tenants if is_for_tenants else self._admin
         is_open = path in ("/", "/health") or path.startswith("/page/")
-        if is_open or not (self._tenants if is_tenants else self._admin or self._tenants):
+        if is_open or not (keys or self._tenants):
             return DEFAULT_TENANT
-        if not is_tenants and not self._admin:
+        if not keys:
             raise RequestError(403, "this path is for the operator, and the server has no admin_key")
-        given, tenant = _digest(_bearer(headers)), None
-        for name, digest in self._tenants if is_tenants else self._admin:  # all: the time is the same
-            if hmac.compare_digest(given, digest):
+        tenant = None
+        client_digest = _digest(_bearer(headers))
+        for name, digest in keys:  # all: the time is the same
+            if hmac.compare_digest(client_digest, digest):
                 tenant = name
         if tenant is None:
-            whose = "a tenant's key" if is_tenants else "the admin key"
+            key = "a tenant's key" if is_for_tenants else "the admin key"
             raise RequestError(
-                401, f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {whose}",
+                401, f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {key}",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         return tenant
@@ -154,13 +151,10 @@ def _bearer(headers: _Headers) -> bytes:
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 
-# ---- the header Host
-
-
 class HostHeaderCheck:
     """ASGI middleware that refuses requests whose header Host names another machine.
 
-    A web page can let a name of its own point to this machine; the browser then names that host. Browsers
+    A web page can let a name of its own point to this machine; the browser then sends that name. Browsers
     always send the header, so a request without it is admitted, which Starlette's own middleware refuses.
     """
 
@@ -170,15 +164,15 @@ class HostHeaderCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            named = [_without_port(value) for name, value in scope["headers"] if name == b"host"]
-            if not all(name in self._names or _is_loopback(name) for name in named):
+            hosts = [_without_port(value) for name, value in scope["headers"] if name == b"host"]
+            if not all(host in self._names or _is_loopback(host) for host in hosts):
                 message = (
                     "the header Host names another machine; accepted: localhost, and the names in "
                     "allowed_hosts"
                 )
                 headers = {"connection": "close"}  # `AccessMiddleware` has not seen how long the body is
-                refused = RequestError(403, message, code="wrong_host", headers=headers)
-                await refused.response(scope, receive, send)
+                error = RequestError(403, message, code="wrong_host", headers=headers)
+                await error.response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -60,6 +60,7 @@ def families(kind: type[CounterMetricFamily | GaugeMetricFamily], rows: Iterable
     """Counters or gauges; prometheus_client adds `_total` to the name of a counter."""
     for name, help_text, value, label in rows:
         family = kind(f"mambaslots_{name}", help_text, labels=[label] if label else [])
-        for each, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-            family.add_metric([each] if label else [], number)
+        samples = value.items() if isinstance(value, Mapping) else [("", value)]
+        for label_value, number in samples:
+            family.add_metric([label_value] if label else [], number)
         yield family

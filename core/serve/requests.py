@@ -55,8 +55,8 @@ _SAMPLING = (
     "logit_bias", "min_tokens",
 )  # fmt: skip
 """Fields that are arguments of `SamplingParams` as they are."""
-_NOT_SAID = "^(Input should be|(List|String) should have) | after validation.*| or (instance|object) .*"
-"""What of pydantic's messages is not repeated."""
+_LEFT_OUT = "^(Input should be|(List|String) should have) | after validation.*| or (instance|object) .*"
+"""What is left out of pydantic's messages."""
 
 
 def _number(value: Any) -> Any:
@@ -75,8 +75,8 @@ def _checked_ids(name: str, value: Any, highest: int) -> list[int]:
         raise bad_field(name, f"{name} is {shortened(value)}; accepted: a list of integers")
     if not value or ints_within(value, 0, highest):
         return value
-    i, bad = next((i, token) for i, token in enumerate(value) if not ints_within([token], 0, highest))
-    raise bad_field(name, f"{name}[{i}] is {shortened(bad)}; accepted: an integer from 0 to {highest}")
+    i, entry = next((i, token) for i, token in enumerate(value) if not ints_within([token], 0, highest))
+    raise bad_field(name, f"{name}[{i}] is {shortened(entry)}; accepted: an integer from 0 to {highest}")
 
 
 def _biases(biases: dict[str, Any], info: ValidationInfo) -> dict[int, float]:
@@ -180,17 +180,18 @@ class AnswerRequest(Fields):
     @classmethod
     def _check_names(cls, body: dict[str, Any]) -> None:
         """Refuse a field that would change the answer if it were not ignored."""
-        known = cls.model_fields
+        fields = cls.model_fields
         for name, value in body.items():
-            if name in known or name in _IGNORED:
+            if name in fields or name in _IGNORED:
                 continue
             if name not in _NEUTRAL:
-                message = f"the field {name!r} is unknown; accepted: {', '.join(sorted(known))}"
-                if "chat_template_kwargs" in known:
+                message = f"the field {name!r} is unknown; accepted: {', '.join(sorted(fields))}"
+                if "chat_template_kwargs" in fields:
                     message += "; a variable of the chat template goes into chat_template_kwargs"
                 raise bad_field(name[:60], message, "unknown_parameter")
-            off = _NEUTRAL[name]
-            if value is not None and (value != off or isinstance(value, bool) != isinstance(off, bool)):
+            neutral = _NEUTRAL[name]
+            is_neutral = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            if value is not None and not is_neutral:
                 raise bad_field(name, f"{name} is not supported; leave it out", "unsupported_parameter")
 
     @property
@@ -226,10 +227,10 @@ class CompletionRequest(AnswerRequest):
             message = f"prompt has {len(prompt)} entries; accepted: at most {context.max_prompts}"
             raise bad_field("prompt", message)
         if not isinstance(prompt[0], str):
-            return [_checked_ids(f"prompt[{i}]", each, highest) for i, each in enumerate(prompt)]
-        for i, each in enumerate(prompt):
-            if not isinstance(each, str):
-                message = f"prompt[{i}] is {shortened(each)}; accepted: a string as prompt[0] is"
+            return [_checked_ids(f"prompt[{i}]", entry, highest) for i, entry in enumerate(prompt)]
+        for i, entry in enumerate(prompt):
+            if not isinstance(entry, str):
+                message = f"prompt[{i}] is {shortened(entry)}; accepted: a string as prompt[0] is"
                 raise bad_field("prompt", message)
         return prompt
 
@@ -301,14 +302,14 @@ class Message(Fields):
         """Whether the message, or one of its parts, has the field `cache_control`."""
         return any(part.cache_control is not None for part in (self, *(self.content or ())))
 
-    def for_template(self, sent: dict[str, Any]) -> dict[str, Any]:
-        """`sent`, this message as the client wrote it, in the form that chat templates read."""
-        plain = {name: value for name, value in sent.items() if value is not None}
-        plain.pop("cache_control", None)
-        plain["content"] = "\n".join(part.text for part in self.content or ())
+    def for_template(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """`fields`, this message as the client wrote it, in the form that chat templates read."""
+        message = {name: value for name, value in fields.items() if value is not None}
+        message.pop("cache_control", None)
+        message["content"] = "\n".join(part.text for part in self.content or ())
         if self.tool_calls is not None:
-            plain["tool_calls"] = [_with_arguments(call) for call in sent["tool_calls"]]
-        return plain
+            message["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
+        return message
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +343,7 @@ class ChatRequest(AnswerRequest):
 
     @field_validator("tool_choice")
     @classmethod
-    def _forces_no_call(cls, choice: Any) -> Any:
+    def _check_tool_choice(cls, choice: Any) -> Any:
         if choice not in ("none", "auto"):
             message = "a call cannot be forced; accepted: tool_choice 'auto' or 'none'"
             raise bad_field("tool_choice", message, "unsupported_parameter")
@@ -350,7 +351,7 @@ class ChatRequest(AnswerRequest):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _are_its_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
         for name in variables:
             if name in NOT_VARIABLES or not name.isidentifier():
                 accepted = "accepted: a template's own variables"
@@ -359,7 +360,7 @@ class ChatRequest(AnswerRequest):
         return variables
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_agreement(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is set and logprobs is not true; accepted: both")
         if self.max_completion_tokens is not None:
@@ -376,22 +377,22 @@ class ChatRequest(AnswerRequest):
 
 def _first_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     """The first error of a body: its field, the value and what is accepted."""
-    first = error.errors(include_url=False)[0]
+    details = error.errors(include_url=False)[0]
     name = ""
     value: Any = body
-    for step in first["loc"]:
+    for step in details["loc"]:
         if isinstance(value, dict):
             name += f".{step}" if name else str(step)
             value = value.get(step)
         elif isinstance(value, list) and isinstance(step, int):
             name += f"[{step}]"
             value = value[step]
-    if first["type"] == "extra_forbidden":
+    if details["type"] == "extra_forbidden":
         return bad_field(name, f"the field {name!r} is unknown", "unknown_parameter")
-    if first["type"] == "missing":
+    if details["type"] == "missing":
         return bad_field(name, f"{name} is missing")
-    if first["type"] == "value_error":
-        accepted = str(first["ctx"]["error"])
+    if details["type"] == "value_error":
+        accepted = str(details["ctx"]["error"])
     else:
-        accepted = re.sub(_NOT_SAID, "", first["msg"]).replace("a valid dictionary", "an object")
+        accepted = re.sub(_LEFT_OUT, "", details["msg"]).replace("a valid dictionary", "an object")
     return bad_field(name, f"{name} is {shortened(value)}; accepted: {accepted}")

@@ -108,10 +108,10 @@ class LocalEngine(AsyncEngine):
         self.max_running = self.facts.max_requests
 
     async def close(self, timeout_s: float | None = None) -> bool:
-        ended = await super().close(timeout_s)
+        has_ended = await super().close(timeout_s)
         with contextlib.suppress(ValueError):  # the engine has failed, and dropped its observers
             self.monitor.close()
-        return ended
+        return has_ended
 
     async def stream(
         self,

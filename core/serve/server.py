@@ -21,11 +21,10 @@ from .middleware import add_host_header_check
 from .server_settings import ServerSettings, listen
 from .service import Service
 
-_KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
+KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
 _LAST_BYTES_S = 0.5  # with what comes before and after it, the process ends 2 s after the drain's time
 """Seconds that connections have to receive the last bytes of their answers."""
-_LAST_STEP_S = 5
-"""Seconds that a step has to end when all its requests are cancelled."""
+_LAST_STEP_S = 5  # seconds that a step has to end when all its requests are cancelled
 
 
 def serve(engine: DynamicInferenceEngine, loaded: LoadedModel, settings: ServerSettings) -> int:
@@ -77,7 +76,7 @@ class _Server(uvicorn.Server):
             log_level="warning",
             access_log=False,  # it would show what stands in a query
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_BYTES_S,  # type: ignore[arg-type]  # a float works
         )
         super().__init__(config)

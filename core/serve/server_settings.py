@@ -69,19 +69,19 @@ class ServerSettings:
                 raise refused(name, getattr(self, name), "a string that is not empty")
         check_fields(self, integer, port=(0, 65535), max_waiting_requests=(1, INT32_MAX))
         check_fields(self, integer, or_none=True, max_body_bytes=(1, INT32_MAX))
-        positive = 0.001, LONGEST_TIMEOUT_S
-        check_fields(self, real, body_timeout_s=positive, request_timeout_s=positive)
+        limits_s = 0.001, LONGEST_TIMEOUT_S
+        check_fields(self, real, body_timeout_s=limits_s, request_timeout_s=limits_s)
         check_fields(self, real, drain_timeout_s=(0.0, LONGEST_TIMEOUT_S))
         check_fields(self, boolean, trace=())
         for name, example in (("allowed_origins", "https://chat.example"), ("allowed_hosts", "chat.example")):
-            given = getattr(self, name)
-            if not isinstance(given, (Sequence, Set)) or isinstance(given, (str, bytes)):
-                raise refused(name, given, "a list of strings")
-            for entry in given:
-                fits = isinstance(entry, str) and entry and ("://" in entry) == ("://" in example)
-                if entry != "*" and (not fits or ("/" in entry and "://" not in entry)):
+            names = getattr(self, name)
+            if not isinstance(names, (Sequence, Set)) or isinstance(names, (str, bytes)):
+                raise refused(name, names, "a list of strings")
+            for entry in names:
+                has_form = isinstance(entry, str) and entry and ("://" in entry) == ("://" in example)
+                if entry != "*" and (not has_form or ("/" in entry and "://" not in entry)):
                     raise ValueError(f"{name} holds {shown(entry)}; accepted: {example!r} or '*'")
-            set_field(self, name, tuple(given))
+            set_field(self, name, tuple(names))
         self._check_keys()
 
     def _check_keys(self) -> None:

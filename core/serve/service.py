@@ -21,10 +21,7 @@ _LONG_BODY_BYTES = 2**18
 
 
 class Service:
-    """Admits requests to the engine; bodies are parsed and prompts encoded in two worker threads.
-
-    The parser of JSON lets no other thread run: `max_body_bytes` bounds how long all streams stop for a body.
-    """
+    """Admits requests to the engine; bodies are parsed and prompts encoded in two worker threads."""
 
     def __init__(self, engine: ServedEngine, loaded: LoadedText, settings: ServerSettings) -> None:
         self.engine = engine
@@ -79,7 +76,7 @@ class Service:
         return self.settings.max_waiting_requests + self.engine.max_running
 
     async def answer(
-        self, request: Request, job_of: Callable[[bytes, str | None], Job], form: type[AnswerFormat]
+        self, request: Request, job_of: Callable[[bytes, str | None], Job], answer_format: type[AnswerFormat]
     ) -> GeneratedAnswer:
         """The response to a request, which generates its answer when it is sent; a thread calls `job_of`."""
         if self.why_refused is not None:
@@ -93,17 +90,19 @@ class Service:
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
             body = await within(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
-            salt, tenant = header_salt(request), request.state.tenant
+            salt = header_salt(request)
+            tenant = request.state.tenant
             thread = self._long_text_thread if len(body) > _LONG_BODY_BYTES else self._text_thread
             job = await within(deadline, loop.run_in_executor(thread, job_of, body, salt))
             if self._num_open + len(job.choices) - 1 > self._max_open:
                 raise refusal("queue_full")
             self._num_open += len(job.choices) - 1
             num_answers = len(job.choices)
-            return (StreamedAnswer if job.request.stream else GeneratedAnswer)(
+            answer_class = StreamedAnswer if job.request.stream else GeneratedAnswer
+            return answer_class(
                 self.engine, self._codec, job, tenant,
                 engine_salt(tenant, job.request.cache_salt, bool(self.settings.api_keys)),
-                form(self.settings.model_name, job.request), deadline,
+                answer_format(self.settings.model_name, job.request), deadline,
                 lambda: self._end_answers(num_answers),
             )  # fmt: skip
         except BaseException:

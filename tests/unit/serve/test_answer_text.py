@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.params_and_results import GeneratedToken
-from mambaslots.serve.answer_text import AnswerText, AnswerToken, Piece, StopStrings
+from mambaslots.serve.answer_text import AnswerDelta, AnswerText, AnswerToken, StopStrings
 from mambaslots.text import ByteTokenizer, TextCodec
 from oracle.stops import cut_by_force, num_undecided
 
@@ -76,7 +76,7 @@ def test_a_token_s_text_has_the_blank_before_it() -> None:
     ]  # fmt: skip
     begun = AnswerText(TextCodec(Words()), (), previous=0, keeps_tokens=True)
     pushed = begun.push([GeneratedToken(token, -0.5) for token in (1, 2, 0)]), begun.finish()
-    assert [token.text for token in Piece.joined(pushed).tokens] == ["Hello", " world", ""]
+    assert [token.text for token in AnswerDelta.joined(pushed).tokens] == ["Hello", " world", ""]
 
 
 # ---- stop strings, against a search that looks at every beginning of the text
