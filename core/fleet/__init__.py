@@ -5,7 +5,8 @@ answers in parts. Ray starts, watches and replaces both.
 
 fleet_server, fleet_settings         the process that deploys both and drains them
 ingress, fleet_engine                HTTP over replicas; a lost replica's answers continue on another one
-known_replicas, replica_calls        what an ingress knows of each; which one gets a request; calls of them
+known_replicas, request_router       what an ingress knows of each replica; which one gets a request
+replica_calls                        calls of replicas: a request to one, a question to any
 replica_answers                      requests to replicas, and answers in parts
 replica, replica_questions           an engine in its process; what ingresses ask it
 warming                              a new replica receives states

@@ -5,7 +5,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..serve.error_answers import RequestError, json_bytes
 
-_LOST = RequestError(
+_INGRESS_LOST = RequestError(
     503, "the process that passes on answers was lost; send the request again", code="no_replica",
     headers={"retry-after": "1"},
 )  # fmt: skip
@@ -28,7 +28,7 @@ class CutAnswers:
             return
         started = ended = is_stream = False
 
-        async def watched(message: Message) -> None:
+        async def send_and_watch(message: Message) -> None:
             nonlocal started, ended, is_stream
             if message["type"] == "http.response.start":
                 started = True
@@ -40,9 +40,9 @@ class CutAnswers:
                 ended = not message.get("more_body", False)
             await send(message)
 
-        await self._app(scope, receive, watched)
+        await self._app(scope, receive, send_and_watch)
         if not started:
-            await _LOST.response(scope, receive, send)
+            await _INGRESS_LOST.response(scope, receive, send)
         elif is_stream and not ended:
-            event = b"data: " + json_bytes(_LOST.body) + b"\n\n"
+            event = b"data: " + json_bytes(_INGRESS_LOST.body) + b"\n\n"
             await send({"type": "http.response.body", "body": event})

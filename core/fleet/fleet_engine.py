@@ -23,12 +23,9 @@ from .replica_reports import ReplicaReport, counts_of_all, fleet_metrics, merged
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRIES = 2
-"""A request survives the loss of so many replicas."""
-RETRY_DELAY_S = 0.1
-"""Before the second retry of a request, and once more before each further one."""
-_LONGEST_END_S = 10.0
-"""How long `drain` waits for calls that it cancelled."""
+MAX_RETRIES = 2  # a request survives the loss of so many replicas
+RETRY_DELAY_S = 0.1  # before the second retry of a request, and once more before each further one
+_LONGEST_END_S = 10.0  # how long `drain` waits for calls that it cancelled
 
 
 class FleetEngine:
@@ -62,8 +59,6 @@ class FleetEngine:
         self._task_of: dict[FleetAnswer, asyncio.Task[None]] = {}
         self._is_draining = False
 
-    # ---- what it is
-
     @property
     def max_running(self) -> int:
         """Requests that all replicas together can run at once now."""
@@ -88,8 +83,6 @@ class FleetEngine:
     def counts(self) -> dict[str, int]:
         """What this ingress adds to the fleet's metrics."""
         return {**self._counts, "requests_waiting": self.num_waiting, "requests_running": self.num_running}
-
-    # ---- its life
 
     def start(self) -> None:
         """Nothing runs without requests."""
@@ -118,8 +111,6 @@ class FleetEngine:
         for answer in list(self._task_of):
             self._end(answer, "cancelled")
 
-    # ---- requests
-
     async def stream(
         self,
         prompt: Sequence[int],
@@ -137,20 +128,20 @@ class FleetEngine:
         num_waiting = len(self._task_of) - self.max_running
         if num_waiting >= self._max_waiting:
             raise QueueFullError(num_waiting, self._max_waiting)
-        sampling, number = sampling_params, next(self._new_ids)
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=secrets.randbits(63))
+        if sampling_params.seed is None:
+            sampling_params = replace(sampling_params, seed=secrets.randbits(63))
+        number = next(self._new_ids)
         request = EngineRequest(
-            request_id=f"{self.name}-{number}", prompt=tuple(prompt), num_given_tokens=0, sampling=sampling,
-            cache_salt=cache_salt, plan=checkpoint_plan, block_size_tokens=self.facts.block_size_tokens,
-            tenant=tenant if cache_salt is not None else None,
+            request_id=f"{self.name}-{number}", prompt=tuple(prompt), num_given_tokens=0,
+            sampling=sampling_params, cache_salt=cache_salt, plan=checkpoint_plan,
+            block_size_tokens=self.facts.block_size_tokens, tenant=tenant if cache_salt is not None else None,
         )  # fmt: skip
         chain = None
         if self.facts.caches_prefixes:
             chain = PrefixHashChain(self.facts.block_size_tokens, self._salt_key.root(cache_salt))
         answer = FleetAnswer(number, request, chain, self._end)
         task = self._task_of[answer] = asyncio.create_task(self._call_replicas(answer))
-        task.add_done_callback(lambda done: self._on_task_done(answer, done))  # also where it never begins
+        task.add_done_callback(lambda task: self._on_task_done(answer, task))  # also where it never begins
         self._counts["requests"] += 1
         try:
             await answer.opened.wait()
@@ -200,11 +191,11 @@ class FleetEngine:
 
     async def _call_replica(self, answer: FleetAnswer, is_retry: bool) -> None:
         """Send the rest of an answer to one replica, and add its parts to the answer."""
-        name = ""
+        replica = ""
         try:
             async with aclosing(self._send_request(answer.next_request())) as parts:
                 async for part in parts:
-                    name = name or part.replica
+                    replica = replica or part.replica
                     if is_retry and isinstance(part.error, QueueFullError):
                         raise ReplicaLostError(str(part.error))  # it stops no answer that has begun elsewhere
                     if part.error is not None:
@@ -214,11 +205,9 @@ class FleetEngine:
                         return
             raise ReplicaLostError("the replica's answer has no end")
         except ReplicaLostError:
-            if name:
-                answer.lost += (name,)
+            if replica:
+                answer.lost += (replica,)
             raise
-
-    # ---- what an operator reads
 
     async def metrics(self) -> list[Metric]:
         """The replicas' metrics, each with the label `replica`, and those of all ingresses together."""

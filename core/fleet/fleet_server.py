@@ -19,16 +19,15 @@ from ray.serve.schema import LoggingConfig
 
 from ..inference.contexts.cache.hashing import key_bytes
 from ..loaded_model import LoadedText
-from ..serve.server import url
+from ..serve.server import KEEP_ALIVE_S, url
 from ..serve.server_settings import ServerSettings, listen
 from .fleet_settings import CLUSTER, DEPLOYMENT, FleetSettings
 from .ingress import Ingress
 from .replica import EngineReplica, MakeEngine
-from .replica_calls import FleetRequestRouter
+from .request_router import FleetRequestRouter
 
-_OBJECT_STORE_BYTES = 200 * 2**20
-"""Answers are too small for Ray's object store."""
-OWN_DEFAULTS = {
+_OBJECT_STORE_BYTES = 200 * 2**20  # answers are too small for Ray's object store
+RAY_DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent
     "RAY_worker_niceness": "0",  # Ray's is 15: any other process of the machine would go first
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a process that is silent does not drain
@@ -40,7 +39,7 @@ OWN_DEFAULTS = {
 def connected_cluster() -> Iterator[bool]:
     """Be connected to the cluster that `RAY_ADDRESS` names, or to a new one; yield whether it was there."""
     address = os.environ.get(CLUSTER)
-    for name, value in OWN_DEFAULTS.items():
+    for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": True}
     if address:
@@ -65,7 +64,8 @@ def connected_cluster() -> Iterator[bool]:
 def with_resources(settings: FleetSettings, device: str, is_joined: bool) -> FleetSettings:
     """With what Ray reserves for each rank; ValueError where an own cluster has too few GPUs."""
     resources = ray.cluster_resources()
-    num_gpus, num_cpus = resources.get("GPU", 0.0), resources.get("CPU", 1.0)
+    num_gpus = resources.get("GPU", 0.0)
+    num_cpus = resources.get("CPU", 1.0)
     num_ranks = settings.max_replicas * settings.ranks
     if device == "cuda" or (device == "auto" and num_gpus):
         if num_gpus < num_ranks and not is_joined:
@@ -74,19 +74,19 @@ def with_resources(settings: FleetSettings, device: str, is_joined: bool) -> Fle
                 f"sees {num_gpus:g}; accepted: fewer, or a cluster named by {CLUSTER}"
             )
         return replace(settings, gpus_per_rank=1.0, cpus_per_rank=0.0 if num_cpus < num_ranks else 1.0)
-    share = 1.0 if is_joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
-    return replace(settings, gpus_per_rank=0.0, cpus_per_rank=share)
+    cpus_per_rank = 1.0 if is_joined else min(1.0, int(1000 * num_cpus / num_ranks) / 1000)
+    return replace(settings, gpus_per_rank=0.0, cpus_per_rank=cpus_per_rank)
 
 
 def check_http(host: str, port: int) -> None:
     """Raise a ValueError where Ray Serve runs already and listens at another address."""
     from ray.serve.context import _get_global_client  # in Ray 2.60, no public call says it
 
-    found = _get_global_client().http_config
-    if (found.host, found.port) != (host, port):
+    http = _get_global_client().http_config
+    if (http.host, http.port) != (host, port):
         raise ValueError(
-            f"host and port are {host} and {port}, and Ray Serve of this cluster listens at {found.host} and "
-            f"{found.port}; accepted: these"
+            f"host and port are {host} and {port}, and Ray Serve of this cluster listens at {http.host} and "
+            f"{http.port}; accepted: these"
         )
 
 
@@ -97,8 +97,7 @@ def usable_port(host: str, port: int) -> int:
 
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # it would show what stands in a query
-_CONTROL_CALLS = 100
-"""Calls of an ingress besides its requests: for health, figures and the page."""
+_CONTROL_CALLS = 100  # calls of an ingress besides its requests: for health, figures and the page
 
 
 def fleet_application(
@@ -109,13 +108,13 @@ def fleet_application(
     settings: FleetSettings,
 ) -> serve.Application:
     """The ingresses and the replicas."""
-    most = server.max_waiting_requests + settings.max_replicas * settings.max_requests
+    max_open = server.max_waiting_requests + settings.max_replicas * settings.max_requests
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
         num_replicas=settings.ingresses,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=2 * most + _CONTROL_CALLS,  # the server itself refuses what is too much
+        max_ongoing_requests=2 * max_open + _CONTROL_CALLS,  # the server itself refuses what is too much
         graceful_shutdown_timeout_s=server.drain_timeout_s + 5.0,
         **_common_options(settings),
     )
@@ -126,8 +125,8 @@ def fleet_application(
 def replica_deployment(make_engine: MakeEngine, settings: FleetSettings) -> serve.Application:
     options = _common_options(settings)
     if settings.ranks > 1:  # each rank has a bundle, all of them on one machine where there is room
-        needs = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
-        bundle = {name: number for name, number in needs.items() if number}
+        rank_resources = {"CPU": settings.cpus_per_rank, "GPU": settings.gpus_per_rank}
+        bundle = {name: number for name, number in rank_resources.items() if number}
         options |= {"placement_group_bundles": [bundle] * settings.ranks, "placement_group_strategy": "PACK"}
     if settings.min_replicas == settings.max_replicas:
         options["num_replicas"] = settings.min_replicas
@@ -160,8 +159,7 @@ def _common_options(settings: FleetSettings) -> dict[str, Any]:
 
 
 _POLL_INTERVAL_S = 0.2
-_LOOK_AT_RAY_S = 5.0
-_KEEP_ALIVE_S = 75  # longer than proxies keep connections, so that they close first
+_RAY_CHECK_INTERVAL_S = 5.0
 _BEYOND_DRAIN_S = 10.0
 
 
@@ -186,7 +184,7 @@ def serve_replicas(
     if not os.environ.get(CLUSTER):
         server = replace(server, port=usable_port(server.host, server.port))
     with connected_cluster() as is_joined:
-        http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
+        http = {"host": server.host, "port": server.port, "keep_alive_timeout_s": KEEP_ALIVE_S}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=QUIET)
         check_http(server.host, server.port)
         settings = with_resources(settings, device, is_joined)
@@ -202,27 +200,27 @@ def serve_replicas(
 def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSettings) -> int:
     with _signals() as signals:
         address = url(server.host, server.port)
-        print(f"mambaslots serves {server.model_name} at {address} with {_number(settings)}", flush=True)
-        looked_s = time.monotonic()
+        print(f"mambaslots serves {server.model_name} at {address} with {_fleet_size(settings)}", flush=True)
+        checked_s = time.monotonic()
         while not signals:
             time.sleep(_POLL_INTERVAL_S)
-            if time.monotonic() - looked_s > _LOOK_AT_RAY_S:
-                looked_s = time.monotonic()
+            if time.monotonic() - checked_s > _RAY_CHECK_INTERVAL_S:
+                checked_s = time.monotonic()
                 try:
                     serve.status()
                 except (RayError, RayServeException, ConnectionError) as error:
                     print(f"mambaslots: Ray has stopped: {error}", file=sys.stderr, flush=True)
                     return 1
-        seconds = f"{server.drain_timeout_s:g} s"
-        print(f"mambaslots: {signals[0].name}; running requests have {seconds}", flush=True)
+        drain_s = server.drain_timeout_s
+        print(f"mambaslots: {signals[0].name}; running requests have {drain_s:g} s", flush=True)
         draining = handle.broadcast("drain")
-        deadline = time.monotonic() + server.drain_timeout_s + _BEYOND_DRAIN_S
+        deadline = time.monotonic() + drain_s + _BEYOND_DRAIN_S
         while len(signals) < 2 and time.monotonic() < deadline:
             try:
-                ends = draining.results(timeout_s=_POLL_INTERVAL_S, return_exceptions=True)
+                outcomes = draining.results(timeout_s=_POLL_INTERVAL_S, return_exceptions=True)
             except TimeoutError:
                 continue
-            if not any(isinstance(end, TimeoutError) for end in ends):
+            if not any(isinstance(outcome, TimeoutError) for outcome in outcomes):
                 break  # an ingress that is lost has lost its answers, too
     return 0
 
@@ -232,22 +230,22 @@ def _signals() -> Iterator[list[signal.Signals]]:
     """The signals so far; the third one ends the process, as it does without a handler."""
     received: list[signal.Signals] = []
 
-    def note(number: int, frame: object) -> None:
+    def record_signal(number: int, frame: object) -> None:
         received.append(signal.Signals(number))
         if len(received) > 1:
-            for each in before:
-                signal.signal(each, signal.SIG_DFL)
+            for handled in handlers:
+                signal.signal(handled, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, record_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _number(settings: FleetSettings) -> str:
-    fewest, most = settings.min_replicas, settings.max_replicas
-    number = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+def _fleet_size(settings: FleetSettings) -> str:
+    most = settings.max_replicas
+    number = f"{most}" if settings.min_replicas == most else f"{settings.min_replicas} to {most}"
     ranks = f" of {settings.ranks} ranks" if settings.ranks > 1 else ""
     return f"{number} replica{'' if most == 1 else 's'}{ranks}"

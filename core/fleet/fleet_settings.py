@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-CLUSTER = "RAY_ADDRESS"
-"""The environment variable that names the cluster to join."""
-DEPLOYMENT = "EngineReplica"
-"""The name of the replicas in Ray Serve's application."""
+CLUSTER = "RAY_ADDRESS"  # the environment variable that names the cluster to join
+DEPLOYMENT = "EngineReplica"  # the name of the replicas in Ray Serve's application
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,10 @@ from .replica_questions import IngressQuestion
 
 logger = logging.getLogger(__name__)
 
-_QUESTION_S = 0.25
+_QUESTION_INTERVAL_S = 0.25
 """Between two questions which states the replicas hold, and whether they are there."""
-_REPORT_S = 5.0
-_FIRST_S = 2.0
+_REPORT_TIMEOUT_S = 5.0
+_FACTS_TIMEOUT_S = 2.0
 
 
 class Ingress:
@@ -44,8 +44,8 @@ class Ingress:
     ) -> None:
         """`replicas`: the handle of their deployment. `load_text` loads text and defaults of the model."""
         kill_when_stalled(settings.stall_s)
-        self._known = known_replicas_of(settings.name)
-        self._calls = ReplicaCalls(replicas, self._known)
+        self._known_replicas = known_replicas_of(settings.name)
+        self._calls = ReplicaCalls(replicas, self._known_replicas)
         self._load_text = load_text
         self._salt_key = SaltKey(salt_key)
         self._server = server
@@ -57,8 +57,8 @@ class Ingress:
         self._listening = asyncio.create_task(self._listen())
         facts = await self._facts()
         engine = self._engine = FleetEngine(
-            facts, self._salt_key, self._calls.stream, num_replicas=lambda: self._known.num_serving,
-            reports=lambda: answers_of(self._known.answering, "report", _REPORT_S),
+            facts, self._salt_key, self._calls.stream, num_replicas=lambda: self._known_replicas.num_serving,
+            reports=lambda: answers_of(self._known_replicas.answering, "report", _REPORT_TIMEOUT_S),
             max_waiting_requests=self._server.max_waiting_requests,
         )  # fmt: skip
         app = make_app_over(engine, self._load_text(), self._server)
@@ -73,34 +73,34 @@ class Ingress:
     async def _facts(self) -> EngineFacts:
         """Those of a replica."""
         while True:
-            if found := await answers_of(self._known.answering, "facts", _FIRST_S):
-                return cast(EngineFacts, found[0])
-            await asyncio.sleep(_QUESTION_S)
+            if facts := await answers_of(self._known_replicas.answering, "facts", _FACTS_TIMEOUT_S):
+                return cast(EngineFacts, facts[0])
+            await asyncio.sleep(_QUESTION_INTERVAL_S)
 
     async def _listen(self) -> None:
         """Ask every replica again and again for its states, a new question once the last one is answered."""
-        asking: dict[str, asyncio.Task[None]] = {}
+        questions: dict[str, asyncio.Task[None]] = {}
         while True:
-            asking = {name: task for name, task in asking.items() if not task.done()}
-            self._failing.intersection_update(self._known.replicas)
-            for name, replica in self._known.replicas.items():
-                if name not in asking:
-                    asking[name] = asyncio.create_task(self._ask(name, replica))
-            await asyncio.sleep(_QUESTION_S)
+            questions = {name: task for name, task in questions.items() if not task.done()}
+            self._failing.intersection_update(self._known_replicas.replicas)
+            for name, replica in self._known_replicas.replicas.items():
+                if name not in questions:
+                    questions[name] = asyncio.create_task(self._ask(name, replica))
+            await asyncio.sleep(_QUESTION_INTERVAL_S)
 
     async def _ask(self, name: str, replica: Any) -> None:
         try:
             question = None
             if self._engine is not None:
-                lacks_states = self._known.lacks_states(name)
+                lacks_states = self._known_replicas.lacks_states(name)
                 question = IngressQuestion(self._engine.name, lacks_states, self._engine.counts)
             status = await answer_of(replica, "status", question)
-            self._known.record_answer(name, status.events)
+            self._known_replicas.record_answer(name, status.events)
             self._failing.discard(name)
         except ActorDiedError:
-            self._known.remove(name)
+            self._known_replicas.remove(name)
         except Exception as error:
             if not isinstance(error, (RayError, RayServeException)) and name not in self._failing:
                 self._failing.add(name)
                 logger.warning("mambaslots: no answer of replica %s", name, exc_info=error)
-            self._known.mark_incomplete(name)
+            self._known_replicas.mark_incomplete(name)

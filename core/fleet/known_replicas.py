@@ -12,15 +12,13 @@ from ..net.routing.state_events import StateEvents
 from ..net.routing.state_router import ReplicaLoad, StateRouter
 from .replica_answers import EngineRequest
 
-SILENT_S = 5.0
-"""A replica that has answered nothing for so long is silent where another one answers."""
-_GIVEN_UP_S = 10.0
-"""Where none answers, so long all are taken to be busy."""
+SILENT_S = 5.0  # a replica that has answered nothing for so long is silent where another one answers
+_GIVEN_UP_S = 10.0  # where none answers, so long all are taken to be busy
 
 
 @dataclass
-class _Route:
-    """A request that is sent to a replica, or will be: to which one, and in which order it tries them."""
+class _Assignment:
+    """The replica to which a request is sent, or will be, and the order in which it tries them."""
 
     replica: str = ""
     order: tuple[str, ...] = ()
@@ -28,10 +26,7 @@ class _Route:
 
 
 class KnownReplicas:
-    """When each replica has answered last, its states, and the requests that were sent to it.
-
-    The ingress notes answers, and Ray's request router asks, in another thread: any may call any method.
-    """
+    """When each replica has answered last, its states, and the requests sent to it; for any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.replicas: dict[str, Any] = {}  # name -> Ray's `RunningReplica`; never mutated
@@ -40,26 +35,24 @@ class KnownReplicas:
         self._answered_s: dict[str, float] = {}
         self._complete_replicas: set[str] = set()  # replicas of whose states the router misses nothing
         self._router = StateRouter()
-        self._routes: dict[str, _Route] = {}  # by id of the request
+        self._assignments: dict[str, _Assignment] = {}  # by id of the request
 
     def set_replicas(self, replicas: Mapping[str, Any]) -> None:
         """Know these replicas alone; a new one counts as if it had answered now."""
         now = self._clock()
         with self._lock:
-            for gone in self._answered_s.keys() - replicas:
-                self.remove(gone)
+            for name in self._answered_s.keys() - replicas:
+                self.remove(name)
             self._answered_s = {name: self._answered_s.get(name, now) for name in replicas}
             self.replicas = dict(replicas)
 
     def remove(self, replica: str) -> None:
         """A replica is gone."""
         with self._lock:
-            self.replicas = {name: known for name, known in self.replicas.items() if name != replica}
+            self.replicas = {name: handle for name, handle in self.replicas.items() if name != replica}
             self._answered_s.pop(replica, None)
             self._complete_replicas.discard(replica)
             self._router.remove(replica)
-
-    # ---- answers
 
     def lacks_states(self, replica: str) -> bool:
         """Whether a replica should say all that it holds."""
@@ -72,8 +65,10 @@ class KnownReplicas:
                 return
             self._answered_s[replica] = self._clock()
             if events is not None:
-                is_complete = self._router.apply(events)
-                (self._complete_replicas.add if is_complete else self._complete_replicas.discard)(replica)
+                if self._router.apply(events):
+                    self._complete_replicas.add(replica)
+                else:
+                    self._complete_replicas.discard(replica)
 
     def mark_incomplete(self, replica: str) -> None:
         """An answer, which may have had changes of states, is not read."""
@@ -87,8 +82,8 @@ class KnownReplicas:
     def is_silent(self, replica: str) -> bool:
         """Whether a replica has answered nothing for 5 s, though another one has."""
         answered_s = self._answered_s.get(replica)
-        late = answered_s is not None and self._clock() - answered_s >= SILENT_S
-        return late and self._answered_within(SILENT_S) > 0
+        is_late = answered_s is not None and self._clock() - answered_s >= SILENT_S
+        return is_late and self._answered_within(SILENT_S) > 0
 
     @property
     def answering(self) -> list[Any]:
@@ -99,49 +94,46 @@ class KnownReplicas:
         horizon = self._clock() - seconds
         return sum(answered_s > horizon for answered_s in list(self._answered_s.values()))
 
-    # ---- requests
-
     def begin(self, request_id: str) -> None:
         """A request is about to be sent to a replica."""
         with self._lock:
-            self._routes[request_id] = _Route()
+            self._assignments[request_id] = _Assignment()
 
     def end(self, request_id: str) -> None:
         """A replica has ended a request, or is lost."""
         with self._lock:
-            self._routes.pop(request_id, None)
+            self._assignments.pop(request_id, None)
 
     def ranked(self, request: EngineRequest, queue_lengths: Mapping[str, int | None]) -> tuple[str, ...]:
-        """The replicas in the order in which a request tries them, those that it has lost last.
-
-        A request that tries the same ones again has the order that it had: it counts once. Queue
-        lengths, as Ray last knew, lack what is chosen and not sent: by them, a burst would go to one replica.
-        """
+        """The replicas in the order in which a request tries them, those that it has lost last."""
         with self._lock:
-            route = self._routes.get(request.request_id, _Route())
-            if set(route.order) != queue_lengths.keys():
-                counts = Counter(other.replica for other in self._routes.values())
-                lengths = queue_lengths.items()
-                loads = [ReplicaLoad(name, max(counts[name], length or 0)) for name, length in lengths]
-                others = [load for load in loads if load.replica not in request.lost]
-                best = self._router.choose(request.route, others or loads)
-                route.order = *best, *(queue_lengths.keys() - best)
-                route.replica = best[0]
-            return route.order
+            assignment = self._assignments.get(request.request_id, _Assignment())
+            if set(assignment.order) != queue_lengths.keys():
+                # Ray's queue lengths lack what is assigned and not sent: a burst would go to one replica.
+                num_assigned = Counter(assigned.replica for assigned in self._assignments.values())
+                loads = [
+                    ReplicaLoad(name, max(num_assigned[name], length or 0))
+                    for name, length in queue_lengths.items()
+                ]
+                candidates = [load for load in loads if load.replica not in request.lost]
+                ranking = self._router.choose(request.route, candidates or loads)
+                assignment.order = (*ranking, *(queue_lengths.keys() - ranking))
+                assignment.replica = ranking[0]
+            return assignment.order
 
     def record_sent(self, request: EngineRequest, replica: str) -> None:
         """Ray sends a request to this replica, and waits until the replica has confirmed it."""
         with self._lock:
-            route = self._routes.get(request.request_id, _Route())
-            route.is_sent = True
-            if route.replica != replica:
-                route.replica = replica
+            assignment = self._assignments.get(request.request_id, _Assignment())
+            assignment.is_sent = True
+            if assignment.replica != replica:
+                assignment.replica = replica
                 self._router.record_routed(request.route, replica)
 
     def replica_of(self, request_id: str) -> str:
         """Where a request was sent; "" before that."""
-        route = self._routes.get(request_id)
-        return route.replica if route and route.is_sent else ""
+        assignment = self._assignments.get(request_id)
+        return assignment.replica if assignment and assignment.is_sent else ""
 
 
 @cache

@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 
 MakeEngine = Callable[[ParallelGroups | None], DynamicInferenceEngine]
 """Makes a rank's engine in its process: for rank 0 of a split model a `LeadingEngine`. Can be pickled."""
-_MEETING_S = 600.0
-"""So long ranks wait for each other: they load their weights before they meet."""
+_MEETING_S = 600.0  # so long ranks wait for each other: they load their weights before they meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class EngineReplica:
         kill_when_stalled(settings.stall_s)
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._ranks = ReplicaRanks(make_engine, settings)
-        self._processes = os.getpid(), *await self._ranks.processes()
+        self._processes = (os.getpid(), *await self._ranks.processes())
         engine = self._ranks.engine
         self._engine = LocalEngine(
             engine,
@@ -162,9 +161,9 @@ class EngineReplica:
         hashes: list[int] = await self._engine.call(on_all_ranks(recent_states))
         return hashes
 
-    async def hand_over(self, *order: Any) -> None:
+    async def hand_over(self, *arguments: Any) -> None:
         """Call `send_states` with these arguments on all ranks, between two steps."""
-        await self._engine.call(on_all_ranks(send_states, *order))
+        await self._engine.call(on_all_ranks(send_states, *arguments))
 
     async def report(self) -> ReplicaReport:
         return await replica_report(self._engine, self._name, self._ingresses.counts)

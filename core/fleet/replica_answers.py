@@ -41,14 +41,15 @@ class EngineRequest:
 
     def __repr__(self) -> str:
         """One line, without tokens and salt: they are the user's."""
-        prompt, given = len(self.prompt) - self.num_given_tokens, self.num_given_tokens
-        return f"<EngineRequest {self.request_id}: {prompt} prompt tokens, {given} generated>"
+        num_prompt_tokens = len(self.prompt) - self.num_given_tokens
+        counts = f"{num_prompt_tokens} prompt tokens, {self.num_given_tokens} generated"
+        return f"<EngineRequest {self.request_id}: {counts}>"
 
     @property
     def route(self) -> RouteRequest:
         """What a router sees of it; its answer has at most the tokens that are still to be generated."""
-        most = self.sampling.max_tokens - self.num_given_tokens
-        return RouteRequest(self.hashes, len(self.prompt), self.block_size_tokens, most)
+        max_answer_tokens = self.sampling.max_tokens - self.num_given_tokens
+        return RouteRequest(self.hashes, len(self.prompt), self.block_size_tokens, max_answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class FleetAnswer(Answer):
 
     def next_request(self) -> EngineRequest:
         """The request for a replica that continues after the tokens so far."""
-        sequence = (*self._request.prompt, *(new.token for new in self.tokens))
+        sequence = (*self._request.prompt, *(generated.token for generated in self.tokens))
         if self._chain is not None:
             self._chain.extend_to(sequence)
         sampling = self._request.sampling
@@ -174,15 +175,15 @@ class FleetAnswer(Answer):
         """End the answer with the tokens so far, unless it has ended."""
         if self.has_ended:
             return
-        sampling, figures = self._request.sampling, self.prompt_figures or PromptFigures(0, {})
-        tops = [() if new.top_log_probs is None else new.top_log_probs for new in self.tokens]
+        sampling = self._request.sampling
+        figures = self.prompt_figures or PromptFigures(0, {})
+        log_probs = [token.log_prob for token in self.tokens if token.log_prob is not None]
+        top_log_probs = [token.top_log_probs or () for token in self.tokens]
         result = RequestResult(
             request_id=self.request_id,
-            tokens=[new.token for new in self.tokens],
-            log_probs=[new.log_prob for new in self.tokens if new.log_prob is not None]
-            if sampling.return_log_probs
-            else None,
-            top_log_probs=tops if sampling.num_top_log_probs else None,
+            tokens=[token.token for token in self.tokens],
+            log_probs=log_probs if sampling.return_log_probs else None,
+            top_log_probs=top_log_probs if sampling.num_top_log_probs else None,
             prompt_log_probs=None if sampling.skip_prompt_log_probs else figures.prompt_log_probs or [],
             num_prompt_tokens=len(self._request.prompt),
             num_resumed_tokens=figures.num_resumed_tokens,

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from ..net.routing.state_events import StateEvents, StatePublisher
 
-GONE_S = 30.0
-"""An ingress that has asked nothing for so long is gone: its requests have ended."""
+GONE_S = 30.0  # an ingress that has asked nothing for so long is gone: its requests have ended
 
 
 class IngressQuestion(NamedTuple):
@@ -29,10 +28,7 @@ class _Ingress:
 
 
 class Ingresses:
-    """The ingresses that ask a replica: each receives every change of the replica's states.
-
-    A poll of the states waits for the end of a step, and no caller waits for a poll.
-    """
+    """The ingresses that ask a replica: each receives all changes of its states, none waits for a step."""
 
     def __init__(
         self,
@@ -41,30 +37,34 @@ class Ingresses:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`call`: `AsyncEngine.call`. `new_publisher` makes that of an ingress; None without a cache."""
-        self._call, self._new_publisher, self._clock = call, new_publisher, clock
-        self._known: dict[str, _Ingress] = {}
+        self._call = call
+        self._new_publisher = new_publisher
+        self._clock = clock
+        self._ingresses: dict[str, _Ingress] = {}
 
     def answer(self, question: IngressQuestion) -> StateEvents | None:
         """What the poll that ended has found; begins another one. None without one, and without a cache."""
-        ingress = self._known.setdefault(question.ingress, _Ingress({}, 0.0))
-        ingress.counts, ingress.asked_s = question.counts, self._clock()
-        for other in self._known.values():
-            if self._is_gone(other):
-                other.publisher = other.poll = None
+        ingress = self._ingresses.setdefault(question.ingress, _Ingress({}, 0.0))
+        ingress.counts = question.counts
+        ingress.asked_s = self._clock()
+        for known_ingress in self._ingresses.values():
+            if self._is_gone(known_ingress):
+                known_ingress.publisher = known_ingress.poll = None
         if self._new_publisher is None or (ingress.poll is not None and not ingress.poll.done()):
             return None
-        ended, publisher = ingress.poll, ingress.publisher or self._new_publisher()
-        take = publisher.snapshot if question.lacks_states else publisher.take
-        ingress.publisher, ingress.poll = publisher, asyncio.ensure_future(self._call(lambda engine: take()))
-        return None if ended is None or ended.exception() else ended.result()
+        last_poll = ingress.poll
+        publisher = ingress.publisher = ingress.publisher or self._new_publisher()
+        poll = self._call(lambda _: publisher.snapshot() if question.lacks_states else publisher.take())
+        ingress.poll = asyncio.ensure_future(poll)
+        return None if last_poll is None or last_poll.exception() else last_poll.result()
 
     @property
     def counts(self) -> dict[str, Mapping[str, int]]:
         """The last counts of each ingress; one that is gone has no requests, and counted what it counted."""
-        ended = {"requests_waiting": 0, "requests_running": 0}
+        no_requests = {"requests_waiting": 0, "requests_running": 0}
         return {
-            name: {**known.counts, **ended} if self._is_gone(known) else known.counts
-            for name, known in self._known.items()
+            name: {**ingress.counts, **no_requests} if self._is_gone(ingress) else ingress.counts
+            for name, ingress in self._ingresses.items()
         }
 
     def _is_gone(self, ingress: _Ingress) -> bool:

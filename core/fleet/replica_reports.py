@@ -45,9 +45,10 @@ def counts_of_all(ingress: str, counts: Counts, reports: Sequence[ReplicaReport]
     """`counts` of this ingress and those of the others, added; of what replicas know, the newest."""
     by_ingress: dict[str, Counter[str]] = {}
     for report in reports:
-        for other, known in report.ingresses.items():
-            by_ingress[other] = by_ingress.get(other, Counter()) | Counter(known)
-    return sum((by_ingress | {ingress: Counter(counts)}).values(), Counter())
+        for name, known_counts in report.ingresses.items():
+            by_ingress[name] = by_ingress.get(name, Counter()) | Counter(known_counts)
+    by_ingress[ingress] = Counter(counts)
+    return sum(by_ingress.values(), Counter())
 
 
 def fleet_metrics(counts: Counts, reports: Sequence[ReplicaReport] = ()) -> list[Metric]:
@@ -71,39 +72,37 @@ def fleet_metrics(counts: Counts, reports: Sequence[ReplicaReport] = ()) -> list
     return [*metrics, *of_replicas.values()]
 
 
-Snapshot = Mapping[str, Any]
-"""As `Monitor.snapshot` makes it."""
+Snapshot = Mapping[str, Any]  # as `Monitor.snapshot` makes it
 _SIZES = ("bytes_each", "block_size_tokens")
 
 
 def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
-    """One snapshot of replicas, by their names.
-
-    Counts are sums; a percentile is that of the slowest replica, an age of victims that of the youngest. Ids
-    of requests have the replica's name in front. Sizes of a slot or block are those of the first replica.
-    """
-    every = list(snapshots.values())
-    merged: dict[str, Any] = _merged(every)
+    """Replicas' snapshots as one: counts are sums, percentiles the slowest's, victims' ages the lowest."""
+    values = list(snapshots.values())
+    merged: dict[str, Any] = _merged(values)
     for name, pool in merged["pools"].items():
-        pool.update({size: every[0]["pools"][name][size] for size in _SIZES if size in pool})
+        pool.update({size: values[0]["pools"][name][size] for size in _SIZES if size in pool})
     names = [f"{len(snapshots)} replicas: {', '.join(snapshots)}"] if len(snapshots) > 1 else []
-    merged["engine"]["description"] = [*names, *every[0]["engine"]["description"]]
-    merged["latency"] = _merged([snapshot["latency"] for snapshot in every], max)
-    merged["evictions"]["age_s"] = _merged([snapshot["evictions"]["age_s"] for snapshot in every], min)
+    merged["engine"]["description"] = [*names, *values[0]["engine"]["description"]]
+    merged["latency"] = _merged([snapshot["latency"] for snapshot in values], max)
+    merged["evictions"]["age_s"] = _merged([snapshot["evictions"]["age_s"] for snapshot in values], min)
     tenants: dict[str, list[Snapshot]] = {}
-    for tenant in (tenant for snapshot in every for tenant in snapshot["tenants"]):
-        tenants.setdefault(tenant["name"], []).append(tenant)
+    for snapshot in values:
+        for tenant in snapshot["tenants"]:
+            tenants.setdefault(tenant["name"], []).append(tenant)
     requests = [
         {**request, "id": f"{name}-{request['id']}"}
         for name, snapshot in snapshots.items()
         for request in snapshot["requests"]
     ]
     return merged | {
-        "time_s": max(snapshot["time_s"] for snapshot in every),
-        "uptime_s": max(snapshot["uptime_s"] for snapshot in every),
-        "warnings": [f"{name}: {text}" for name, each in snapshots.items() for text in each["warnings"]],
-        "tenants": [_merged(same) for same in tenants.values()],
-        "series": _series([snapshot["series"] for snapshot in every]),
+        "time_s": max(snapshot["time_s"] for snapshot in values),
+        "uptime_s": max(snapshot["uptime_s"] for snapshot in values),
+        "warnings": [
+            f"{name}: {text}" for name, snapshot in snapshots.items() for text in snapshot["warnings"]
+        ],
+        "tenants": [_merged(figures) for figures in tenants.values()],
+        "series": _series([snapshot["series"] for snapshot in values]),
         "requests": sorted(requests, key=lambda request: request["arrived_s"], reverse=True)[:NUM_REQUESTS],
     }
 
@@ -113,22 +112,24 @@ def _merged(figures: Sequence[Any], of_times: Callable[[list[float]], float] = s
     if isinstance(figures[0], Mapping):
         names = dict.fromkeys(name for part in figures for name in part)
         return {name: _merged([part[name] for part in figures if name in part], of_times) for name in names}
-    known = [part for part in figures if part is not None]
-    if known and isinstance(known[0], float):
-        return of_times(known)
-    return sum(known) if known and isinstance(known[0], int) else figures[0]
+    values = [part for part in figures if part is not None]
+    if values and isinstance(values[0], float):
+        return of_times(values)
+    return sum(values) if values and isinstance(values[0], int) else figures[0]
 
 
 def _series(series: Sequence[Snapshot]) -> dict[str, Any]:
     """The sums of the points of each interval, until the last in which all replicas have one."""
     every_s = series[0]["every_s"]
     by_interval: dict[int, list[Snapshot]] = {}
-    for point in (point for own in series for point in own["points"]):
-        by_interval.setdefault(int(point["time_s"] // every_s), []).append(point)
-    last = min((own["points"][-1]["time_s"] // every_s for own in series if own["points"]), default=0)
-    points = [
-        _merged(together) | {"time_s": interval * every_s}
-        for interval, together in sorted(by_interval.items())
+    points_of_replicas = [replica_series["points"] for replica_series in series]
+    for points in points_of_replicas:
+        for point in points:
+            by_interval.setdefault(int(point["time_s"] // every_s), []).append(point)
+    last = min((points[-1]["time_s"] // every_s for points in points_of_replicas if points), default=0)
+    sums = [
+        _merged(points) | {"time_s": interval * every_s}
+        for interval, points in sorted(by_interval.items())
         if interval <= last
     ]
-    return {"every_s": every_s, "points": points}
+    return {"every_s": every_s, "points": sums}

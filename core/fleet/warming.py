@@ -25,19 +25,18 @@ from .replica_calls import answer_of, answers_of
 
 logger = logging.getLogger(__name__)
 
-STATES_PER_ROUND = 32
-"""States of one hand-over: the source runs no step during a hand-over."""
+STATES_PER_ROUND = 32  # states of one hand-over: the source runs no step during a hand-over
 _MEET_S = 5.0
 _LONGEST_ROUND_S = 10.0
 _LOOKS_FOR_DONORS = 3
-_POLL_INTERVAL_S = 0.5
-"""A new handle learns from Ray only after a moment which replicas there are."""
+_POLL_INTERVAL_S = 0.5  # a new handle learns from Ray only after a moment which replicas there are
 
 
 async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEngine) -> None:
     """Let a replica that has states hand over those used last; costs `warm_timeout_s` at most."""
     loop = asyncio.get_running_loop()
-    begun_s, num_states = loop.time(), 0
+    begun_s = loop.time()
+    num_states = 0
     deadline = begun_s + settings.warm_timeout_s
     try:
         async with asyncio.timeout_at(deadline):
@@ -49,11 +48,11 @@ async def warm_from_donor(replica: str, settings: FleetSettings, engine: AsyncEn
             for hashes in batched(await answer_of(donor, "recent_states"), STATES_PER_ROUND):
                 seconds = max(0.1, min(deadline - loop.time(), _LONGEST_ROUND_S))
                 meeting = host, store.port, f"{replica}-{secrets.token_hex(4)}", seconds
-                receiving = asyncio.ensure_future(engine.call(on_all_ranks(receive_states, *meeting)))
+                import_task = asyncio.ensure_future(engine.call(on_all_ranks(receive_states, *meeting)))
                 try:
                     await answer_of(donor, "hand_over", *meeting, list(hashes))
                 finally:  # the engine makes no step while it receives
-                    report = await receiving
+                    report = await import_task
                 num_states += report.imported.states
                 if report.failure:
                     break
@@ -69,12 +68,12 @@ async def _donor(application: str) -> Any:
     """The replica that holds most states; None where none holds any."""
     handle = serve.get_deployment_handle(DEPLOYMENT, application)
     handle.options(method_name="status")  # from now on Ray says which replicas there are
-    known = known_replicas_of(application)
+    known_replicas = known_replicas_of(application)
     for _ in range(_LOOKS_FOR_DONORS):
-        statuses = await answers_of(known.replicas.values(), "status", _MEET_S)
+        statuses = await answers_of(known_replicas.replicas.values(), "status", _MEET_S)
         if statuses:
             num_states, name = max((status.num_states, status.replica) for status in statuses)
-            return known.replicas.get(name) if num_states else None
+            return known_replicas.replicas.get(name) if num_states else None
         await asyncio.sleep(_POLL_INTERVAL_S)
     return None
 
@@ -85,11 +84,8 @@ def meeting_store(host: str, port: int, timeout_s: float = _MEET_S, *, is_master
     return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
 
-# ---- in the engine's thread, on all ranks
-
-
 def on_all_ranks(function: Callable[..., Any], *arguments: Any) -> Callable[[DynamicInferenceEngine], Any]:
-    """A function for `AsyncEngine.call`."""
+    """A function for `AsyncEngine.call`, which calls `function` in the engine's thread on all ranks."""
 
     def call(engine: DynamicInferenceEngine) -> Any:
         if isinstance(engine, LeadingEngine):

@@ -17,7 +17,7 @@ import mambaslots.net as msd
 import openai
 import ray
 from mambaslots.fleet import FleetSettings
-from mambaslots.fleet.fleet_server import OWN_DEFAULTS, QUIET, fleet_application, usable_port
+from mambaslots.fleet.fleet_server import QUIET, RAY_DEFAULTS, fleet_application, usable_port
 from mambaslots.fleet.replica import ReplicaStatus
 from mambaslots.loaded_model import LoadedText
 from mambaslots.serve import ServerSettings
@@ -73,7 +73,7 @@ def expected_tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
 def ray_cluster(num_cpus: int = 8) -> Iterator[Cluster]:
     """Ray on this machine, as a node of `num_cpus` to which others can be added; workers find this tree."""
     paths = os.pathsep.join([str(ROOT / "stubs"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    os.environ |= OWN_DEFAULTS
+    os.environ |= RAY_DEFAULTS
     cluster = Cluster()
     try:
         add_node(cluster, num_cpus)

@@ -133,7 +133,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(
     from mambaslots.fleet import ingress
     from ray.exceptions import ActorDiedError, RaySystemError
 
-    monkeypatch.setattr(ingress, "_QUESTION_S", 0.01)
+    monkeypatch.setattr(ingress, "_QUESTION_INTERVAL_S", 0.01)
     quick, slow = Asked(SimpleNamespace(events=None), 0.0), Asked(SimpleNamespace(events=None), 60.0)
     failing, dead = Asked(RaySystemError("cut"), 0.0), Asked(ActorDiedError(), 0.0)
     cut = Asked(ConnectionError("reset"), 0.0)
@@ -143,7 +143,7 @@ def test_an_ingress_asks_a_replica_again_once_it_has_answered(
 
     async def main() -> None:
         asking = ingress.Ingress.__new__(ingress.Ingress)
-        asking._known, asking._failing = known, set()
+        asking._known_replicas, asking._failing = known, set()
         asking._engine = SimpleNamespace(name="one", counts={"requests": 3})  # type: ignore[assignment]
         known.set_replicas({"quick": quick, "slow": slow, "failing": failing, "dead": dead, "cut": cut})
         known._complete_replicas |= {"slow", "failing"}

@@ -32,12 +32,12 @@ class Rig:
     """A request router over fake replicas, in an event loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 3) -> None:
-        from mambaslots.fleet import replica_calls
+        from mambaslots.fleet import request_router
         from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
-        monkeypatch.setattr(replica_calls, "known_replicas_of", lambda application: KnownReplicas())
+        monkeypatch.setattr(request_router, "known_replicas_of", lambda application: KnownReplicas())
         deployment = DeploymentID(name="EngineReplica", app_name="test")
-        self.router = replica_calls.FleetRequestRouter(
+        self.router = request_router.FleetRequestRouter(
             deployment_id=deployment,
             handle_source=DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
@@ -59,7 +59,7 @@ class Rig:
         metadata = RequestMetadata(
             request_id=asked.request_id, internal_request_id=asked.request_id, is_streaming=True
         )
-        self.router._known.begin(asked.request_id)
+        self.router._known_replicas.begin(asked.request_id)
         return PendingRequest(args=[asked], kwargs={}, metadata=metadata)
 
     async def order(self, pending: Any) -> str:
@@ -68,7 +68,8 @@ class Rig:
         return "".join(rank[0].replica_id.unique_id for rank in ranks)
 
     def holds(self, replica: str, *keys: int, sequence: int = 0) -> None:
-        assert self.router._known._router.apply(StateEvents(replica, 1, sequence, keys, (), is_snapshot=True))
+        events = StateEvents(replica, 1, sequence, keys, (), is_snapshot=True)
+        assert self.router._known_replicas._router.apply(events)
 
 
 def test_a_request_goes_to_the_replica_with_its_deepest_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_a_dead_replica_is_forgotten_and_a_full_one_is_passed_over(monkeypatch: 
         a, b, _ = (replica.replica_id for replica in rig.replicas)
         rig.holds("a", 1, 2)
         rig.router.on_replica_actor_died(a)
-        assert rig.router._known._router.index.replicas == []
+        assert rig.router._known_replicas._router.index.replicas == []
         rig.replicas = rig.replicas[1:]
         rig.holds("b", 1, 2, 3)
         rig.router.on_new_queue_len_info(b, 4)
@@ -106,7 +107,7 @@ def test_a_silent_replica_gets_nothing_while_another_one_answers(monkeypatch: py
 
     async def scenario() -> None:
         rig = Rig(monkeypatch)
-        rig.router._known = known = KnownReplicas(lambda: now[0])
+        rig.router._known_replicas = known = KnownReplicas(lambda: now[0])
         rig.router.update_replicas(rig.replicas)
         rig.holds("a", 1, 2, 3)
         now[0] = 6.0
