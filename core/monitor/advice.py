@@ -12,8 +12,7 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 logger = logging.getLogger(__package__)
 
 MAX_LOST_SHARE = 0.2
-WINDOW_TOKENS = 50_000
-"""A reason that costs more than this share of so many prompt tokens is warned of."""
+WINDOW_TOKENS = 50_000  # a reason that costs more than this share of so many prompt tokens is warned of
 _SENTENCES: dict[ComputeReason, str] = {
     "never_seen": "no earlier request had these tokens at this place",
     "kv_evicted": "their KV was evicted; more num_kv_blocks (or total_gb) keep it longer",
@@ -51,11 +50,12 @@ def why_not_deeper(
     first = next((span for span in spans if span[1] > resume_point), None)
     if first is None:
         return f"Its prompt was computed before a restart; it resumed {resume_point} tokens."
-    start, stop, reason = max(first[0], resume_point), first[1], first[2]
+    first_start, stop, reason = first
+    start = max(first_start, resume_point)
     resumed = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
-    fills_smaller = reason == "partial_block" and stop - start >= grid
-    sentence = (_SMALLER_BLOCK if fills_smaller else _SENTENCES[reason]).format(grid=grid)
-    return f"{resumed} {start} to {stop} were computed: {sentence}."
+    fills_smaller_block = reason == "partial_block" and stop - start >= grid
+    sentence = _SMALLER_BLOCK if fills_smaller_block else _SENTENCES[reason]
+    return f"{resumed} {start} to {stop} were computed: {sentence.format(grid=grid)}."
 
 
 _ADVISED: tuple[ComputeReason, ...] = ("state_not_taken", "branch_first_seen", "disabled")
@@ -66,7 +66,8 @@ class MissWatch:
     """Looks for settings that cost hits. Each warning is given once."""
 
     def __init__(self, engine: DynamicInferenceEngine, stats: EngineStats) -> None:
-        spec, config = engine.context.spec, engine.config
+        spec = engine.context.spec
+        config = engine.config
         self.warnings: dict[str, str] = {}  # by what they are about
         self._config = config
         self._slot_gb = spec.slot_bytes / GIGABYTE
@@ -82,18 +83,16 @@ class MissWatch:
 
     def check(self, stats: EngineStats) -> None:
         """Judge what has happened since the last look, once it is a window of prompt tokens."""
-        before, now = self._start.cache, stats.cache
-        if now.num_prompt_tokens < before.num_prompt_tokens:  # the engine was reset
+        num_tokens = stats.cache.num_prompt_tokens - self._start.cache.num_prompt_tokens
+        if num_tokens < 0:  # the engine was reset
             self._start = stats
-        elif self._config.enable_prefix_caching and now.num_prompt_tokens - before.num_prompt_tokens >= (
-            WINDOW_TOKENS
-        ):
-            self._judge(now, before)
+        elif self._config.enable_prefix_caching and num_tokens >= WINDOW_TOKENS:
+            self._judge(stats.cache, self._start.cache)
             self._start = stats
 
     def _judge(self, now: CacheStats, before: CacheStats) -> None:
         num_tokens = now.num_prompt_tokens - before.num_prompt_tokens
-        lost = differences(now.computed_by_reason, before.computed_by_reason)
+        lost_tokens = differences(now.computed_by_reason, before.computed_by_reason)
         states = differences(now.states_removed_by_cause, before.states_removed_by_cause)
         blocks = differences(now.kv_blocks_removed_by_cause, before.kv_blocks_removed_by_cause)
         num_refused = max(0, now.num_states_refused - before.num_states_refused)
@@ -109,9 +108,9 @@ class MissWatch:
         if self._config.block_size_tokens > self._grid:
             advice["partial_block",] = _SMALLER_BLOCK.format(grid=self._grid)
         for reasons, sentence in advice.items():
-            share = sum(lost[reason] for reason in reasons) / num_tokens
+            share = sum(lost_tokens[reason] for reason in reasons) / num_tokens
             if share > MAX_LOST_SHARE:
-                names = " and ".join(reason for reason in reasons if lost[reason])
+                names = " and ".join(reason for reason in reasons if lost_tokens[reason])
                 self._warn(
                     reasons[0],
                     f"{share:.0%} of {num_tokens} prompt tokens were computed because of {names}: {sentence}",

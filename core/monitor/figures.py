@@ -166,7 +166,7 @@ class Series:
         self._points: deque[tuple[float, dict[str, Any]]] = deque(maxlen=NUM_POINTS)
         self._ends_s = now_s + INTERVAL_S
         self._stats = stats
-        self._counts = self._at_start = _counts(stats, 0)
+        self._counts = self._counts_at_start = _counts(stats, 0)
         self._most_running = self._most_waiting = 0
 
     def record(self, now_s: float, stats: EngineStats, num_generated: int) -> None:
@@ -183,15 +183,17 @@ class Series:
         self._ends_s += skipped * INTERVAL_S
         for _ in range(num_ended - skipped):
             self._points.append((self._ends_s, self._point()))
-            self._at_start = self._counts
-            self._most_running, self._most_waiting = self._stats.num_running, self._stats.num_waiting
+            self._counts_at_start = self._counts
+            self._most_running = self._stats.num_running
+            self._most_waiting = self._stats.num_waiting
             self._ends_s += INTERVAL_S
 
     def _point(self) -> dict[str, Any]:
-        grown, cache = differences(self._counts, self._at_start), self._stats.cache
+        cache = self._stats.cache
+        counts = differences(self._counts, self._counts_at_start)
         return {
-            "prompt": grown.pop("prompt"), "resumed": grown.pop("resumed"),
-            "generated": grown.pop("generated"), "by_reason": grown,
+            "prompt": counts.pop("prompt"), "resumed": counts.pop("resumed"),
+            "generated": counts.pop("generated"), "by_reason": counts,
             "states_committed": cache.num_committed_slots, "states_pinned": cache.num_pinned_slots,
             "kv_cached": cache.num_cached_kv_blocks, "kv_held": cache.num_held_kv_blocks,
             "running": self._most_running, "waiting": self._most_waiting,
@@ -239,9 +241,9 @@ class RequestRecord:
     finish_reason: str | None = None
 
     def add_spans(self, scheduled: ScheduledRequest) -> None:
-        counted = self.spans[-1][1] if self.spans else 0
+        end = self.spans[-1][1] if self.spans else 0
         for span in scheduled.spans:
-            start = max(span.start, scheduled.start, counted)
+            start = max(span.start, scheduled.start, end)
             stop = min(span.stop, scheduled.stop, self.prompt_tokens)
             if start >= stop:
                 continue
@@ -256,7 +258,8 @@ class RequestRecord:
         ledger = self.request.ledger
         tenant.num_resumed_tokens += ledger.resumed - self.resumed_tokens
         tenant.num_prompt_tokens += ledger.num_prompt_tokens - self.prompt_tokens_done
-        self.resumed_tokens, self.prompt_tokens_done = ledger.resumed, ledger.num_prompt_tokens
+        self.resumed_tokens = ledger.resumed
+        self.prompt_tokens_done = ledger.num_prompt_tokens
         self.recomputed_tokens = ledger.recomputed
 
     def record_end(self, result: RequestResult) -> None:

@@ -28,15 +28,17 @@ class Figure(NamedTuple):
     def show(self, figures: MonitorFigures, snapshot: dict[str, Any]) -> None:
         """Set its value at `key` of a snapshot; values by label become entries there."""
         *folders, name = self.key.split(".")
-        place = reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, snapshot)
+        folder_values = reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, snapshot)
         value = self.value(figures)
         if isinstance(value, Mapping):
-            place.setdefault(name, {}).update(value)
+            folder_values.setdefault(name, {}).update(value)
         else:
-            place[name] = getattr(value, "percentiles", value)
+            folder_values[name] = getattr(value, "percentiles", value)
 
 
-_CACHE, _TIERS, _DRAFTS = "stats.cache.", "stats.cache.tiers.", "stats.speculation."
+_CACHE = "stats.cache."
+_TIERS = "stats.cache.tiers."
+_DRAFTS = "stats.speculation."
 COUNTERS = (
     Figure("prompt_tokens", "prompt tokens, resumed and computed", _CACHE + "num_prompt_tokens",
            key="tokens.prompt"),

@@ -99,8 +99,6 @@ class Monitor:
         with self._lock:
             self._tenants.assign(root, name)
 
-    # ---- calls of the engine
-
     def request_added(self, request: DynamicInferenceRequest) -> None:
         with self._lock:
             self._record_of(request)
@@ -117,10 +115,12 @@ class Monitor:
         with self._lock:
             now = self._clock()
             self._counts.step.add(duration_s)
-            prefill = sum(scheduled.length for scheduled in batch if not scheduled.decoding)
-            if prefill:
-                self._counts.prefill_tokens += prefill
-                self._counts.prefill_s += duration_s * prefill / sum(scheduled.length for scheduled in batch)
+            num_prefilled = sum(scheduled.length for scheduled in batch if not scheduled.decoding)
+            if num_prefilled:
+                self._counts.prefill_tokens += num_prefilled
+                self._counts.prefill_s += (
+                    duration_s * num_prefilled / sum(scheduled.length for scheduled in batch)
+                )
             for scheduled in batch:
                 record = None if scheduled.decoding else self._record_of(scheduled.request)
                 if record is not None:
@@ -129,30 +129,31 @@ class Monitor:
                         self._counts.queue.add(record.queued_s)
                     record.add_spans(scheduled)
                     record.update_counts(self._tenants.figures_of(record.tenant))
-            for request_id, new in tokens.items():
-                known = self._running.get(request_id)
-                if known is not None:
-                    self._count_tokens(known, len(new), now)
+            for request_id, new_tokens in tokens.items():
+                record = self._running.get(request_id)
+                if record is not None:
+                    self._count_tokens(record, len(new_tokens), now)
             self._refresh(now)
 
     def request_ended(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Count the end of a request that has a record, and trace it."""
         with self._lock:
-            trace, record = self._trace, self._running.get(request.request_id)
+            trace = self._trace
+            record = self._running.get(request.request_id)
             if record is not None:
                 record.update_counts(self._tenants.figures_of(record.tenant))
                 record.record_end(result)
-                ended = record.as_json()
-                self._ended.appendleft(ended)
+                content = record.as_json()
+                self._ended.appendleft(content)
                 self._counts.num_ended[result.finish_reason] += 1
                 del self._running[request.request_id]  # last: an interrupted call is repeated
             if not self._running:  # there may be no step for long
                 self._next_refresh_s = 0.0
             self._refresh(self._clock())
         if trace is not None and record is not None:
-            more = {"queued_s": record.queued_s, "recomputed_tokens": record.recomputed_tokens}
+            trace_only = {"queued_s": record.queued_s, "recomputed_tokens": record.recomputed_tokens}
             try:
-                trace(json.dumps(ended | more))
+                trace(json.dumps(content | trace_only))
             except Exception:
                 self._trace = None
                 logger.exception("the trace of requests failed; it ends")
@@ -194,17 +195,15 @@ class Monitor:
             self._misses.check(stats)
             self._description = self.engine.describe().splitlines()
 
-    # ---- what an operator reads
-
     def figures(self) -> MonitorFigures:
         """All counts since the start of the monitor, and the engine's figures now. Any thread may call it."""
         with self._lock:
             return deepcopy(self._figures())
 
     def _figures(self) -> MonitorFigures:
-        warnings, tenants = self._misses.warnings, self._tenants.copies()
         stats = self.engine.stats(settle=False)
-        return replace(self._counts, stats=stats, tenants=tenants, num_warnings=len(warnings))
+        tenants = self._tenants.copies()
+        return replace(self._counts, stats=stats, tenants=tenants, num_warnings=len(self._misses.warnings))
 
     def snapshot(self) -> dict[str, Any]:
         """What an operator's page shows, as JSON has it. Any thread may call it.
@@ -218,8 +217,9 @@ class Monitor:
             now = self._clock()
             figures = self._figures()
             self._series.record(now, figures.stats, figures.num_generated)
-            slots, blocks = figures.slots_by_use, figures.kv_blocks_by_use
-            spec, block_size = self.engine.context.spec, self.engine.config.block_size_tokens
+            slots = figures.slots_by_use
+            spec = self.engine.context.spec
+            block_size = self.engine.config.block_size_tokens
             snapshot = {
                 "time_s": now + self._unix_offset_s,
                 "uptime_s": now - self._begun_s,
@@ -230,7 +230,7 @@ class Monitor:
                 "pools": {
                     "states": {"total": sum(slots.values()) - slots["live"], "bytes_each": spec.slot_bytes},
                     "kv": {
-                        "total": sum(blocks.values()),
+                        "total": sum(figures.kv_blocks_by_use.values()),
                         "bytes_each": spec.kv_block_bytes(block_size),
                         "block_size_tokens": block_size,
                     },

@@ -31,13 +31,13 @@ class ByteTokenizer:
             raise refused("special_tokens", special_tokens, "a mapping of name to id")
         if not all(isinstance(name, str) and name for name in special_tokens):
             raise refused("special_tokens", special_tokens, "names that are not empty")
-        bytes_first = integers("byte_ids", byte_ids, 0)
-        others = integers("ids of special_tokens", [*special_tokens.values()], 0)
-        if len(bytes_first) != 256 or len({*bytes_first, *others}) != 256 + len(special_tokens):
+        byte_ids = integers("byte_ids", byte_ids, 0)
+        special_ids = integers("ids of special_tokens", [*special_tokens.values()], 0)
+        if len(byte_ids) != 256 or len({*byte_ids, *special_ids}) != 256 + len(special_tokens):
             raise ValueError("byte_ids and special_tokens name an id twice; accepted: 256 ids and others")
-        self.special_tokens = dict(zip(special_tokens, others, strict=True))
-        self._byte_ids = tuple(bytes_first)
-        self._bytes = {token: bytes([byte]) for byte, token in enumerate(bytes_first)}
+        self.special_tokens = dict(zip(special_tokens, special_ids, strict=True))
+        self._byte_ids = tuple(byte_ids)
+        self._bytes = {token: bytes([byte]) for byte, token in enumerate(byte_ids)}
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
@@ -107,8 +107,8 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 def _byte_characters() -> str:
     """The characters that stand for the bytes in a byte-level vocabulary, in the order of the bytes."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))
+    substitutes = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in visible else next(substitutes)) for byte in range(256))
 
 
 _BYTE_CHARACTERS = _byte_characters()

@@ -18,18 +18,13 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 """Messages and whether an answer is to follow, to the text of the chat."""
 
-MAX_MARKED_MESSAGES = 16
-"""Of more marked messages the last ones count: each costs a rendering."""
+MAX_MARKED_MESSAGES = 16  # of more marked messages the last ones count: each costs a rendering
 _MAX_RENDERED = 20_000
 """Messages of all renderings together: a chat of thousands of messages has fewer marks, not late ones."""
-_NUM_TURNS = 3
-"""User turns, counted from the end, whose branches are looked for."""
-_CALL_ID = "abcde1234"
-"""Some templates accept no id of another length."""
-_NUM_DATES = 2
-"""One may be the template's and one the client's."""
-_NUM_CHARACTERS_AFTER = 64
-"""Characters after a branch on which the tokens before it may depend."""
+_NUM_TURNS = 3  # user turns, counted from the end, whose branches are looked for
+_CALL_ID = "abcde1234"  # some templates accept no id of another length
+_NUM_DATES = 2  # one may be the template's and one the client's
+_NUM_CHARACTERS_AFTER = 64  # characters after a branch on which the tokens before it may depend
 _DATE_FORMS = ("%Y-%m-%d", "%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d")
 
 
@@ -77,8 +72,8 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or they hold something else than JSON.
         """
         try:
-            given = {"messages": messages} | self._variables | variables
-            plain = json.loads(json.dumps(given, default=_as_dict))
+            names = {"messages": messages} | self._variables | variables
+            plain = json.loads(json.dumps(names, default=_as_dict))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the messages cannot be given to a template: {error}") from error
         try:
@@ -102,9 +97,6 @@ def _as_dict(value: object) -> dict[Any, Any]:
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-# ---- branches in the text
 
 
 class Branch(NamedTuple):
@@ -131,7 +123,7 @@ class ChatBranches:
         self._render = render
         self._has_tools = has_tools
         self._num_rendered = 0
-        self._other = _character_outside(text)
+        self._absent = _absent_character(text)
         users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
         self._first_user = users[0] if users else None
         self._last_users = users[-_NUM_TURNS:][::-1]
@@ -148,21 +140,21 @@ class ChatBranches:
         """
         for message in sorted(set(marked_messages))[-MAX_MARKED_MESSAGES:]:
             yield from self._after(message)
-        system = [] if self._first_user is None else [*self._before(self._first_user)]
-        yield from system
+        system_branches = [] if self._first_user is None else [*self._before(self._first_user)]
+        yield from system_branches
         yield from self._next_turn(self._messages)
         if self._has_tools:
             yield from self._tool_result()
         yield from self._branch(self._messages, False)
-        edited = [user for user in self._last_users if user != self._first_user]
-        for user in edited[:1]:
+        later_users = [user for user in self._last_users if user != self._first_user]
+        for user in later_users[:1]:
             yield from self._before(user)
-        for branch in system:
+        for branch in system_branches:
             yield from self._dates(branch.num_characters)
         for user in self._last_users[1:]:
             if self._messages[user + 1].get("role") == "assistant":
                 yield from self._branch(self._messages[: user + 1], True)
-            if user in edited:
+            if user in later_users:
                 yield from self._before(user)
 
     def _after(self, index: int) -> Iterator[Branch]:
@@ -174,24 +166,24 @@ class ChatBranches:
 
     def _before(self, index: int) -> Iterator[Branch]:
         """Message `index` has another text, and no answer yet."""
-        other = {**self._messages[index], "content": self._text_like(self._messages[index])}
-        return self._branch([*self._messages[:index], other], True)
+        edited = {**self._messages[index], "content": self._text_like(self._messages[index])}
+        return self._branch([*self._messages[:index], edited], True)
 
     def _next_turn(self, messages: Sequence[Message]) -> Iterator[Branch]:
         """After `messages` come an answer and another user message."""
-        answer = {"role": "assistant", "content": self._other}
-        question = {"role": "user", "content": self._other}
+        answer = {"role": "assistant", "content": self._absent}
+        question = {"role": "user", "content": self._absent}
         is_answered = bool(messages) and messages[-1].get("role") == "assistant"
         return self._branch([*messages, *([] if is_answered else [answer]), question], True)
 
     def _tool_result(self) -> Iterator[Branch]:
         """After the messages come thoughts, the call of a tool, and its result."""
-        function = {"name": self._other, "arguments": {}}
+        function = {"name": self._absent, "arguments": {}}
         call = {"id": _CALL_ID, "type": "function", "function": function}
         calling = {
-            "role": "assistant", "content": "", "reasoning_content": self._other, "tool_calls": [call],
+            "role": "assistant", "content": "", "reasoning_content": self._absent, "tool_calls": [call],
         }  # fmt: skip
-        result = {"role": "tool", "content": self._other, "tool_call_id": _CALL_ID, "name": self._other}
+        result = {"role": "tool", "content": self._absent, "tool_call_id": _CALL_ID, "name": self._absent}
         return self._branch([*self._messages, calling, result], True)
 
     def _dates(self, stop: int) -> Iterator[Branch]:
@@ -199,29 +191,29 @@ class ChatBranches:
         today = "|".join(re.escape(now.strftime(form)) for form in _DATE_FORMS)
         dates = re.finditer(f"(?:{now:%A},? )?(?:{today})", self._text[:stop])
         for date in islice(dates, _NUM_DATES):
-            yield Branch(date.start(), self._other)
+            yield Branch(date.start(), self._absent)
 
     def _branch(self, messages: Sequence[Message], add_generation_prompt: bool) -> Iterator[Branch]:
         if self._num_rendered + len(messages) > _MAX_RENDERED:
             return
         self._num_rendered += len(messages)
         try:
-            other = self._render(messages, add_generation_prompt)
+            other_text = self._render(messages, add_generation_prompt)
         except Exception:  # a template is code
             return
-        length = _common_length(self._text, other)
-        if add_generation_prompt and 0 < length == len(other):  # its last token is always computed
+        length = _common_length(self._text, other_text)
+        if add_generation_prompt and 0 < length == len(other_text):  # its last token is always computed
             length -= 1
-            other = other[:length] + self._other
-        yield Branch(length, other[length : length + _NUM_CHARACTERS_AFTER])
+            other_text = other_text[:length] + self._absent
+        yield Branch(length, other_text[length : length + _NUM_CHARACTERS_AFTER])
 
     def _text_like(self, message: Message) -> Any:
         """Another text, in parts where the message has parts."""
         has_parts = isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str)
-        return [{"type": "text", "text": self._other}] if has_parts else self._other
+        return [{"type": "text", "text": self._absent}] if has_parts else self._absent
 
 
-def _character_outside(text: str) -> str:
+def _absent_character(text: str) -> str:
     """A character that `text` does not have, so that a chat that continues with it branches off."""
     present = set(text)  # one pass, because a client may send any number of these characters
     return next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in present), "\0")
@@ -229,17 +221,15 @@ def _character_outside(text: str) -> str:
 
 def _common_length(first: str, second: str) -> int:
     """Characters of the longest common prefix."""
-    same, other = 0, min(len(first), len(second)) + 1
-    while other - same > 1:
-        middle = (same + other) // 2
-        if first[same:middle] == second[same:middle]:
-            same = middle
+    common = 0
+    too_long = min(len(first), len(second)) + 1
+    while too_long - common > 1:
+        middle = (common + too_long) // 2
+        if first[common:middle] == second[common:middle]:
+            common = middle
         else:
-            other = middle
-    return same
-
-
-# ---- in tokens
+            too_long = middle
+    return common
 
 
 class Cut(NamedTuple):
@@ -262,16 +252,16 @@ def branch_tokens(
     A character before a branch may be part of a token that differs between the two texts. So the other chat
     is encoded, from the last cut before the branch on, and compared token by token.
     """
-    found: dict[int, None] = {}
+    positions: dict[int, None] = {}
     stops = [cut.stop for cut in cuts]
     for branch in dict.fromkeys(branches):
-        after = bisect_right(stops, branch.num_characters)  # a cut that both texts have
-        cut = cuts[after - 1] if after else Cut(0, 0, 0)
-        other = encode(text[cut.start : branch.num_characters] + branch.other_text)
-        position = cut.token + _common_tokens(other, tokens, cut.token)
+        num_cuts = bisect_right(stops, branch.num_characters)  # a cut that both texts have
+        cut = cuts[num_cuts - 1] if num_cuts else Cut(0, 0, 0)
+        other_tokens = encode(text[cut.start : branch.num_characters] + branch.other_text)
+        position = cut.token + _common_tokens(other_tokens, tokens, cut.token)
         if position:
-            found[position] = None
-    return tuple(found)
+            positions[position] = None
+    return tuple(positions)
 
 
 def _common_tokens(first: Sequence[int], second: Sequence[int], start: int) -> int:

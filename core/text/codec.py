@@ -23,12 +23,9 @@ _NOT_APPLIED = {
 }  # fmt: skip
 """Fields of other libraries that change answers, and the value of each that changes none."""
 _REPLACEMENT = "\ufffd"
-_NUM_PARTS = 3
-"""Most tokens of a character that is not complete: UTF-8 has up to 4 bytes for a character."""
-_NUM_KEPT = 16
-"""With so many tokens the first ones are dropped, where that changes no text."""
-_MAX_KEPT = 128
-"""With so many tokens a new text begins, whatever it changes."""
+_NUM_PARTS = 3  # most tokens of a character that is not complete: UTF-8 has up to 4 bytes for a character
+_NUM_KEPT = 16  # with so many tokens the first ones are dropped, where that changes no text
+_MAX_KEPT = 128  # with so many tokens a new text begins, whatever it changes
 
 
 class Tokenizer(Protocol):
@@ -80,14 +77,10 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._tokens: list[int] = []
-        """Tokens of the last piece, on which the text of the next ones may depend, and new ones."""
-        self._text = ""
-        """The text of `_tokens`."""
-        self._start = 0
-        """Where in `_tokens` the new ones begin."""
-        self._num_returned = 0
-        """Characters of `_text` that were returned."""
+        self._tokens: list[int] = []  # of the last piece, on which the next text may depend, and new ones
+        self._text = ""  # the text of `_tokens`
+        self._start = 0  # where in `_tokens` the new ones begin
+        self._num_returned = 0  # characters of `_text` that were returned
 
     def push(self, *token_ids: int) -> str:
         """Add tokens; return the text that they complete, perhaps empty."""
@@ -95,8 +88,11 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The rest of the text; an incomplete character is U+FFFD. The next `push` begins a new text."""
-        piece = self._new(self._text)
-        self._tokens, self._text, self._start, self._num_returned = [], "", 0, 0
+        piece = self._take_piece(self._text)
+        self._tokens = []
+        self._text = ""
+        self._start = 0
+        self._num_returned = 0
         return piece
 
     def pieces(self, token_ids: Iterable[int]) -> Iterator[str]:
@@ -114,48 +110,47 @@ class Detokenizer:
         self._tokens.append(token)
         self._text = text
         if not text.endswith(_REPLACEMENT):
-            piece = self._new(text)
+            piece = self._take_piece(text)
             if piece:
                 self._keep_from(self._start)
-                self._start, self._num_returned = len(self._tokens), len(self._text)
+                self._start = len(self._tokens)
+                self._num_returned = len(self._text)
             return piece
         num_settled = len(text.rstrip(_REPLACEMENT))  # the rest of a character may come
         if len(self._tokens) - self._start > _NUM_PARTS:
             num_settled = max(num_settled, len(text) - _NUM_PARTS)
-        piece = self._new(text[:num_settled])
+        piece = self._take_piece(text[:num_settled])
         if len(self._tokens) % _NUM_KEPT == 0:
             piece += self._shortened()
         return piece
 
     def _is_silent(self, token: int) -> bool:
-        """Whether `token`, which adds nothing to the text, changes nothing of what follows.
-
-        The first token of a text may be a space that is left out there: one without text is kept once there.
-        """
+        """Whether `token`, which adds nothing to the text, changes nothing of what follows."""
+        # A text's first token may be a space that is left out there: one without text is kept once there.
         return not self._decode([token]) and bool(self._text or token in self._tokens)
 
     def _shortened(self) -> str:
         """Remove tokens whose text was returned; return text where a new text begins."""
-        num_held = len(self._text) - self._num_returned
-        held = self._text[self._num_returned :]
+        unreturned = self._text[self._num_returned :]
         for start in range(len(self._tokens) - _NUM_PARTS - 1, 0, -1):
-            rest = self._decode(self._tokens[start:])
-            if rest.endswith(held) and self._is_beginning(start, rest):
+            text = self._decode(self._tokens[start:])
+            if text.endswith(unreturned) and self._is_beginning(start, text):
                 self._keep_from(start)
-                self._start, self._num_returned = 0, len(rest) - num_held
+                self._start = 0
+                self._num_returned = len(text) - len(unreturned)
                 return ""
         return self.finish() if len(self._tokens) >= _MAX_KEPT else ""
 
-    def _is_beginning(self, start: int, rest: str) -> bool:
-        """Whether the tokens from `start` on, whose text is `rest`, have the same end whatever follows them.
+    def _is_beginning(self, start: int, text: str) -> bool:
+        """Whether the tokens from `start` on, whose text is `text`, have the same end whatever follows them.
 
-        Where `start` is within a character, that is so. Where it begins one, `rest` must show it: tokenizers
+        Where `start` is within a character, that is so. Where it begins one, `text` must show it: tokenizers
         with a token for each byte write no character of a run of bytes that holds a wrong byte.
         """
         for stop in range(start + 1, start + _NUM_PARTS + 2):
-            text = self._decode(self._tokens[start:stop])
-            if not text.startswith(_REPLACEMENT):
-                return rest.startswith(text)
+            first_character = self._decode(self._tokens[start:stop])
+            if not first_character.startswith(_REPLACEMENT):
+                return text.startswith(first_character)
         return True
 
     def _keep_from(self, start: int) -> None:
@@ -163,7 +158,8 @@ class Detokenizer:
             del self._tokens[:start]
             self._text = self._decode(self._tokens)
 
-    def _new(self, text: str) -> str:
+    def _take_piece(self, text: str) -> str:
+        """The characters of `text` that were not returned; they count as returned."""
         piece = text[self._num_returned :]
         self._num_returned = max(self._num_returned, len(text))
         return piece
@@ -237,8 +233,8 @@ class TextCodec:
             ValueError: as `encode_chat`; or a marked message does not exist.
         """
         template = self._checked_template(messages)
-        listed = list(marked_messages) if isinstance(marked_messages, Set) else marked_messages
-        marked = integers("marked_messages", listed, 0, len(messages) - 1)
+        indices = list(marked_messages) if isinstance(marked_messages, Set) else marked_messages
+        marked = integers("marked_messages", indices, 0, len(messages) - 1)
         generation = boolean("add_generation_prompt", add_generation_prompt)
         text = template.render(messages, generation, **variables)
         tokens, cuts = self.tokenizer.encode_with_cuts(text)
@@ -287,28 +283,28 @@ class GenerationDefaults:
             ModelFolderError: a value is none that `SamplingParams` accepts.
         """
         path = folder / _DEFAULTS
-        said = read_object(path) if path.is_file() else {}
+        fields = read_object(path) if path.is_file() else {}
         text_config = section(folder / CONFIG, config, "text_config")
-        stops = _first(said.get("eos_token_id"), text_config.get("eos_token_id"), config.get("eos_token_id"))
-        ignored = [name for name, none in _NOT_APPLIED.items() if said.get(name) not in (None, none)]
+        stops = _first(*(source.get("eos_token_id") for source in (fields, text_config, config)), [])
+        ignored = [name for name, none in _NOT_APPLIED.items() if fields.get(name) not in (None, none)]
         if ignored:
             logger.info("%s: not applied: %s", path, ", ".join(ignored))
         names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
-        drawn: dict[str, Any] = {}
-        if said.get("do_sample"):
+        arguments: dict[str, Any] = {}
+        if fields.get("do_sample"):
             names += ["top_k", "top_p", "min_p", "temperature"]
-            drawn["temperature"] = 1.0
-        drawn |= {name: said[name] for name in names if said.get(name) is not None}
+            arguments["temperature"] = 1.0
+        arguments |= {name: fields[name] for name in names if fields.get(name) is not None}
         try:
             params = SamplingParams(
-                stop_token_ids=tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,),
-                max_tokens=_first(said.get("max_new_tokens"), INT32_MAX),
-                min_tokens=_first(said.get("min_new_tokens"), 0),
-                **drawn,
+                stop_token_ids=tuple(stops if isinstance(stops, list) else [stops]),
+                max_tokens=_first(fields.get("max_new_tokens"), INT32_MAX),
+                min_tokens=_first(fields.get("min_new_tokens"), 0),
+                **arguments,
             )
         except ValueError as error:
             raise ModelFolderError(f"{path}: {error}") from error
-        return cls(params, said.get("max_new_tokens"))
+        return cls(params, fields.get("max_new_tokens"))
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """`SamplingParams` with these defaults and `overrides`, which are arguments of `SamplingParams`."""
