@@ -77,10 +77,6 @@ class Architecture:
     other_layers: frozenset[str] = frozenset()
     splits: bool = True
 
-    def named(self, kind: str) -> str:
-        """The class of transformers, as "MLP" or "ForCausalLM"."""
-        return self.prefix + kind
-
 
 _MAMBA2_FIELDS = {
     "heads": ("mamba_n_heads", "mamba_num_heads", "num_heads"),
@@ -207,8 +203,8 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
                 f"{WRAPPERS[config.model_type]!r}"
             )
     if text.model_type not in ARCHITECTURES:
-        known = sorted([*ARCHITECTURES, *WRAPPERS])
-        raise ValueError(f"model_type is {text.model_type!r}; accepted: {', '.join(known)}")
+        model_types = sorted([*ARCHITECTURES, *WRAPPERS])
+        raise ValueError(f"model_type is {text.model_type!r}; accepted: {', '.join(model_types)}")
     text = copy.deepcopy(text)
     text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
     _check_features(text)
@@ -228,7 +224,7 @@ def _check_features(text: Any) -> None:
             raise ValueError(
                 f"layer_types has {name!r}; accepted in {text.model_type}: {', '.join(sorted(served))}"
             )
-    activation = architecture.activation and getattr(text, architecture.activation)
+    activation = None if architecture.activation is None else getattr(text, architecture.activation)
     if activation not in (None, "silu", "swish"):
         raise ValueError(
             f"{architecture.activation} is {activation!r}, which also follows the mixers' convolutions; "
@@ -248,11 +244,10 @@ def state_spec(
     """What a context allocates for a `text_config`; recurrent states have `_state_dtype`, others `dtype`."""
     groups = groups or ParallelGroups()
     architecture = ARCHITECTURES[config.model_type]
-    num_mixers, num_attention = (
-        sum(name in names for name in config.layer_types)
-        for names in (architecture.mixer_layers, architecture.attention_layers)
-    )
-    kv_heads, head_dim = Part(0, 1, 1), 1
+    num_mixers = sum(name in architecture.mixer_layers for name in config.layer_types)
+    num_attention = sum(name in architecture.attention_layers for name in config.layer_types)
+    kv_heads = Part(0, 1, 1)
+    head_dim = 1
     if num_attention:
         kv_heads = part_of(config.num_key_value_heads, groups)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -297,9 +292,9 @@ def skeleton(config: "PreTrainedConfig", dtype: torch.dtype) -> "PreTrainedModel
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             text, dtype=dtype, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
         )
-    wide = [f".{name}." for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    wide_names = [f".{name}." for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if dtype.itemsize < 4 and any(part in f".{name}." for part in wide):
+        if dtype.itemsize < 4 and any(part in f".{name}." for part in wide_names):
             tensor.data = tensor.data.float()
     return model.eval().requires_grad_(False)
 

@@ -14,13 +14,13 @@ from ..parallel_groups import ParallelGroups
 class CurrentStep:
     """What the replaced modules of one served model read; the modules share one object.
 
-    `inputs` and `kernels` exist inside `running` only. `waiting` [1, T, hidden] or None is what the next norm
-    adds to the residual stream first.
+    `inputs` and `kernels` exist inside `running` only. `pending_output` [1, T, hidden] or None is the last
+    output, which the next norm adds to the residual stream first.
     """
 
     inputs: StepInputs
     kernels: KernelSet
-    waiting: Tensor | None = None
+    pending_output: Tensor | None = None
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.ranks = groups if groups.tensor_size > 1 else None
@@ -36,9 +36,11 @@ class CurrentStep:
     @contextmanager
     def running(self, inputs: StepInputs, kernels: KernelSet) -> Iterator[None]:
         """Set the step for the duration of one call of the model."""
-        self.inputs, self.kernels, self.waiting = inputs, kernels, None
+        self.inputs = inputs
+        self.kernels = kernels
+        self.pending_output = None
         try:
             yield
         finally:
             del self.inputs, self.kernels
-            self.waiting = None
+            self.pending_output = None

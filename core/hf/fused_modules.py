@@ -26,7 +26,10 @@ class NormForward:
 
     def __init__(self, norm: nn.Module, step: CurrentStep, offset: float) -> None:
         self._norm: Any = norm
-        self._step, self._offset, self._eps, self._original = step, offset, eps_of(norm), norm.forward
+        self._original = norm.forward
+        self._step = step
+        self._offset = offset
+        self._eps = eps_of(norm)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """[..., n] -> [..., n] in the same dtype."""
@@ -36,35 +39,33 @@ class NormForward:
             return original
         return self._step.kernels.rms_norm(hidden_states, weight, self._eps, offset=self._offset)
 
-    def after_waiting(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream plus what waits in the step, and the norm of this sum; nothing waits then."""
-        added, self._step.waiting = self._step.waiting, None
-        if added is None:
+    def add_pending(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream plus the step's pending output, and the norm of this sum; no output pends."""
+        output = self._step.pending_output
+        self._step.pending_output = None
+        if output is None:
             return residual, self(residual)
         weight = self._norm.weight
-        if not weight.dtype == residual.dtype == added.dtype:
-            residual = residual + added
+        if not weight.dtype == residual.dtype == output.dtype:
+            residual = residual + output
             return residual, self(residual)
-        return self._step.kernels.add_rms_norm(residual, added, weight, self._eps, offset=self._offset)
+        return self._step.kernels.add_rms_norm(residual, output, weight, self._eps, offset=self._offset)
 
 
 _NORMS: tuple[tuple[str, ...], ...] = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 
 
 class AttentionForward:
-    """Attention over the paged KV cache; its queries and keys may be normalised, rotated and gated.
-
-    A norm is of each head, or of all heads together. Some channels are rotated, or none. Where the query's
-    projection is twice as wide as what the last projection reads, it also gives the gates.
-    """
+    """Attention over the paged KV cache; its queries and keys may be normalised, rotated and gated."""
 
     def __init__(self, attention: Any, layer: int, step: CurrentStep, offset: float) -> None:
         self._attention = attention
         self._layer = layer
         self._step = step
         self._offset = offset
-        head_dim, projections = attention.head_dim, (attention.q_proj, attention.k_proj, attention.v_proj)
-        self._joint = JointLinear(attention, ("q_proj", "k_proj", "v_proj"))
+        head_dim = attention.head_dim
+        projections = ("q_proj", "k_proj", "v_proj")
+        self._joint = JointLinear(attention, projections)
         self._last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
         norms = next((names for names in _NORMS if hasattr(attention, names[0])), ())
         is_wide = bool(norms) and getattr(attention, norms[0]).weight.numel() > head_dim
@@ -72,7 +73,7 @@ class AttentionForward:
         self._head_norms = () if is_wide else norms
         self._eps = eps_of(getattr(attention, norms[0])) if norms else 0.0
         self._is_gated = attention.q_proj.out_features == 2 * getattr(attention, self._last).in_features
-        self._widths = [projection.out_features for projection in projections]
+        self._widths = [getattr(attention, name).out_features for name in projections]
         self._query_heads = (-1, head_dim * (1 + self._is_gated))
         self._heads = (-1, head_dim)
 
@@ -80,13 +81,17 @@ class AttentionForward:
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] -> [1, T, hidden]; `position_embeddings` are cosines and sines, [1, T, R]."""
-        module, inputs, kernels = self._attention, self._step.inputs, self._step.kernels
+        module = self._attention
+        inputs = self._step.inputs
+        kernels = self._step.kernels
         query, key, value = torch.split_with_sizes(self._joint(hidden_states[0]), self._widths, dim=-1)
         if self._wide_norms:
-            of_query, of_key = (getattr(module, name) for name in self._wide_norms)
-            query, key = of_query(query), of_key(key)
+            query_norm, key_norm = self._wide_norms
+            query = getattr(module, query_norm)(query)
+            key = getattr(module, key_norm)(key)
         query = torch.unflatten(query, -1, self._query_heads)
-        key, value = torch.unflatten(key, -1, self._heads), torch.unflatten(value, -1, self._heads)
+        key = torch.unflatten(key, -1, self._heads)
+        value = torch.unflatten(value, -1, self._heads)
         if self._is_gated:
             query, gate = query.chunk(2, dim=-1)
         if getattr(module, "key_multiplier", 1) != 1:
@@ -97,9 +102,10 @@ class AttentionForward:
             )
         if position_embeddings is not None:
             cos, sin = (angles[0] for angles in position_embeddings)
-            of_query, of_key = [getattr(module, name).weight for name in self._head_norms] or (None, None)
+            weights = [getattr(module, name).weight for name in self._head_norms]
+            query_weight, key_weight = weights or (None, None)
             query, key = kernels.qk_norm_rotary(
-                query, key, cos, sin, of_query, of_key, self._eps, offset=self._offset
+                query, key, cos, sin, query_weight, key_weight, self._eps, offset=self._offset
             )
         cache = inputs.kv_cache[self._layer]
         out = attend(query, key, value, cache, inputs, kernels, scale=module.scaling)
@@ -127,7 +133,8 @@ def mlp_projections(mlp: Any) -> tuple[str, ...]:
 def mlp_forward(mlp: Any, step: CurrentStep) -> Callable[[Tensor], Tensor]:
     """An MLP: down(silu(gate(x)) * up(x)), with Falcon-H1's multipliers, or down(relu(up(x)) squared)."""
     *first, last = mlp_projections(mlp)
-    of_gate, of_out = getattr(mlp, "gate_multiplier", 1), getattr(mlp, "down_multiplier", 1)
+    gate_multiplier = getattr(mlp, "gate_multiplier", 1)
+    out_multiplier = getattr(mlp, "down_multiplier", 1)
     joint = JointLinear(mlp, tuple(first)) if len(first) > 1 else None
 
     def forward(x: Tensor) -> Tensor:
@@ -136,8 +143,8 @@ def mlp_forward(mlp: Any, step: CurrentStep) -> Callable[[Tensor], Tensor]:
             inner = step.kernels.relu_squared(wide)
         else:
             gate, up = wide.chunk(2, dim=-1)
-            inner = step.kernels.silu_mul(scaled(gate, of_gate), up)
-        return scaled(getattr(mlp, last)(inner), of_out)
+            inner = step.kernels.silu_mul(scaled(gate, gate_multiplier), up)
+        return scaled(getattr(mlp, last)(inner), out_multiplier)
 
     return forward
 
@@ -156,7 +163,7 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts, "grouped_mm" on a GPU and "eager" elsewhere: what this rank's experts add.
 
-    "grouped_mm" does not synchronise in bfloat16 on compute capability 9.0; "eager" reads on the host which
+    "grouped_mm" does not synchronise in bfloat16 on compute capability 9.0; "eager" reads on the CPU which
     experts have tokens. Where ranks split the experts, "grouped_mm" drops those of other ranks; in "eager"
     they are one of this rank with the weight zero.
     """
@@ -166,8 +173,8 @@ def experts_forward(
     part: Part | None = getattr(module, "mambaslots_experts", None)
     if part is not None:
         is_here = (top_k_index >= part.start) & (top_k_index < part.stop)
-        other = part.count if is_grouped else 0
-        top_k_index = torch.where(is_here, top_k_index - part.start, other)
+        foreign_expert = part.count if is_grouped else 0
+        top_k_index = torch.where(is_here, top_k_index - part.start, foreign_expert)
         top_k_weights = top_k_weights * is_here
     if is_grouped:
         computed: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -178,7 +185,7 @@ def experts_forward(
 
 
 def register_with_transformers() -> None:
-    """Register both names at transformers, without a mask function: no mask is then made on the host."""
+    """Register both names at transformers, without a mask function: no mask is then made on the CPU."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ExpertsInterface
 

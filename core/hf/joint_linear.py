@@ -36,16 +36,17 @@ class JointLinear:
         """Lay plain weights without other users in one tensor; returns whether that was done now."""
         if self._is_joined():
             return False
-        self._weight, self._bias = None, None
+        self._weight = self._bias = None
         parts = [self._modules[name] for name in self._names]
         if any(type(part) is not nn.Linear for part in parts):
             return False
         weights: list[nn.Parameter] = [part.weight for part in parts]
         biases: list[nn.Parameter] = [part.bias for part in parts if part.bias is not None]
-        kinds = {(parameter.dtype, parameter.device) for parameter in weights + biases}
+        parameters = weights + biases
+        kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
         if len(kinds) > 1 or len(biases) not in (0, len(parts)):
             return False
-        if not all(_has_address(each) and num_users[each.data_ptr()] == 1 for each in weights + biases):
+        if not all(_has_address(tensor) and num_users[tensor.data_ptr()] == 1 for tensor in parameters):
             return False
         self._weight = _side_by_side(weights)
         self._bias = _side_by_side(biases) if biases else None
@@ -69,18 +70,21 @@ def _place(part: nn.Module) -> tuple[object, ...]:
 
 def join_weights(model: nn.Module) -> None:
     """Join the weights of every `JointLinear` in a model, one by one; synchronises if it joined one."""
-    every = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    num_users = Counter(parameter.data_ptr() for parameter in every if _has_address(parameter))
+    parameters = (parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    num_users = Counter(parameter.data_ptr() for parameter in parameters if _has_address(parameter))
     joints = [vars(module)[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in vars(module)]
-    joined = [joint for joint in joints if joint.join(num_users)]
-    if joined:
+    has_joined = False
+    for joint in joints:
+        if joint.join(num_users):
+            has_joined = True
+    if has_joined:
         torch.cuda.empty_cache()
 
 
 def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor with the rows of all parameters, of which each becomes a view."""
     joint = torch.cat([parameter.data for parameter in parameters])
-    views = torch.split(joint, [len(each) for each in parameters])
+    views = torch.split(joint, list(map(len, parameters)))
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
     return joint

@@ -17,27 +17,28 @@ Branches = Sequence[tuple[str, Branch]]
 
 
 class LayerForward:
-    """The forward of a decoder layer. Its last output waits in the step, for the next norm to add it.
-
-    With `adds`, the layer itself adds its last output, for a successor that does not.
-    """
+    """The forward of a decoder layer. The next norm adds its last output; with `adds`, the layer does."""
 
     def __init__(
         self, branches: Sequence[tuple[NormForward, Branch]], step: CurrentStep, adds: bool,
         returned: Callable[[Tensor], Any],
     ) -> None:  # fmt: skip
-        self._branches, self._step, self._adds, self._returned = branches, step, adds, returned
+        self._branches = branches
+        self._step = step
+        self._adds = adds
+        self._returned = returned
 
     def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        return self._returned(self.added(hidden_states, **kwargs))
+        return self._returned(self.run(hidden_states, **kwargs))
 
-    def added(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """The residual stream after the layer, or in front of what waits in the step."""
+    def run(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """The residual stream after the layer, without the step's pending output."""
         for norm, branch in self._branches:
-            hidden_states, normed = norm.after_waiting(hidden_states)
-            self._step.waiting = self._step.summed(branch(normed, **kwargs))
-        if self._adds and self._step.waiting is not None:
-            hidden_states, self._step.waiting = hidden_states + self._step.waiting, None
+            hidden_states, normed = norm.add_pending(hidden_states)
+            self._step.pending_output = self._step.summed(branch(normed, **kwargs))
+        if self._adds and self._step.pending_output is not None:
+            hidden_states = hidden_states + self._step.pending_output
+            self._step.pending_output = None
         return hidden_states
 
 
@@ -98,10 +99,7 @@ def falcon_h1_branches(layer: Any) -> Branches:
 
 
 class LayerStack:
-    """A base model whose embeddings go to the layers as they are, without transformers' own forward.
-
-    That forward makes masks, caches and output objects: about as much time of the host as three layers.
-    """
+    """A base model without transformers' own forward, which takes the CPU as long as about three layers."""
 
     def __init__(self, base: Any, layers: Sequence[LayerForward], final_norm: NormForward) -> None:
         self._embeddings = base.get_input_embeddings()
@@ -114,8 +112,8 @@ class LayerStack:
         hidden: Tensor = self._embeddings(token_ids[None])
         angles = None if self._rotary is None else self._rotary(hidden, positions[None])
         for layer in self._layers:
-            hidden = layer.added(hidden, position_embeddings=angles)
-        return self._final_norm.after_waiting(hidden)[1][0]
+            hidden = layer.run(hidden, position_embeddings=angles)
+        return self._final_norm.add_pending(hidden)[1][0]
 
 
 def replace_forwards(
@@ -123,16 +121,16 @@ def replace_forwards(
 ) -> LayerStack | None:
     """Replace the forwards that an `Architecture` names; returns what runs layers, if not transformers."""
     norms: dict[nn.Module, NormForward] = {}
-    for module in modules_of(model, architecture.named("RMSNorm")):
+    for module in modules_of(model, architecture.prefix + "RMSNorm"):
         norms[module] = NormForward(module, step, architecture.norm_offset)
         module.forward = norms[module]
     if getattr(config, "mlp_hidden_act", "relu2") == "relu2":
-        for module in modules_of(model, architecture.named("MLP")):
+        for module in modules_of(model, architecture.prefix + "MLP"):
             module.forward = mlp_forward(module, step)
     if architecture.layer is not None and architecture.branches is not None:
-        for layer in modules_of(model, architecture.named(architecture.layer)):
-            named = architecture.branches(layer)
-            branches = [(norms[getattr(layer, name)], branch) for name, branch in named]
+        for layer in modules_of(model, architecture.prefix + architecture.layer):
+            norms_and_branches = architecture.branches(layer)
+            branches = [(norms[getattr(layer, name)], branch) for name, branch in norms_and_branches]
             adds = architecture.final_norm is None
             layer.forward = LayerForward(branches, step, adds, architecture.returned)
     _install_head(model, config, step)
@@ -140,7 +138,7 @@ def replace_forwards(
         return None
     base: Any = model.base_model
     final = getattr(base, architecture.final_norm)
-    final.forward = lambda hidden_states: norms[final].after_waiting(hidden_states)[1]
+    final.forward = lambda hidden_states: norms[final].add_pending(hidden_states)[1]
     if not architecture.is_stack:
         return None
     return LayerStack(base, [layer.forward for layer in base.layers], norms[final])

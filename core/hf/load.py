@@ -68,8 +68,8 @@ def _config(folder: Path) -> PretrainedConfig:
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
             if is_count and count > _MAX_LAYERS:
-                most = f"at most {_MAX_LAYERS}"
-                raise ModelFolderError(f"{folder / CONFIG}: {name} is {count}; accepted: {most}")
+                accepted = f"at most {_MAX_LAYERS}"
+                raise ModelFolderError(f"{folder / CONFIG}: {name} is {count}; accepted: {accepted}")
     return architectures.read_config(folder / CONFIG)
 
 
@@ -80,5 +80,5 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def _named_dtype(config: PretrainedConfig) -> torch.dtype:
     """The dtype that a config names, its text part first; float32 where it names none."""
-    named = config.get_text_config().dtype or config.dtype or torch.float32
-    return validation.float_dtype("the config's dtype", named)
+    dtype = config.get_text_config().dtype or config.dtype or torch.float32
+    return validation.float_dtype("the config's dtype", dtype)

@@ -15,10 +15,7 @@ from .joint_linear import JointLinear
 
 
 class Mamba2Forward:
-    """The forward of a Mamba-2 mixer; Falcon-H1 multiplies what its projection reads and gives.
-
-    Time steps are clamped to `time_step_limit` in decodes, too; transformers does so in whole texts only.
-    """
+    """The forward of a Mamba-2 mixer. Decodes clamp time steps, too; transformers clamps in whole texts."""
 
     def __init__(self, mixer: Any, layer: int, step: CurrentStep) -> None:
         self._mixer = mixer
@@ -34,27 +31,30 @@ class Mamba2Forward:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
-        mixer, kernels, conv = self._mixer, self._step.kernels, self._mixer.conv1d
+        mixer = self._mixer
         projected = mixer.in_proj(scaled(hidden_states[0], getattr(mixer, "ssm_in_multiplier", 1)))
         if hasattr(mixer, "mup_vector"):
             projected = projected * mixer.mup_vector[0]
         gate, raw, dt = torch.split(
             projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1
         )
-        heads, groups = (mixer.num_heads, mixer.head_dim), (mixer.n_groups, mixer.ssm_state_size)
-        weight, bias = conv.weight.squeeze(1), conv.bias
-        net = Mamba2(weight, bias, mixer.A_log, mixer.dt_bias, mixer.D, heads, groups, *self._limits)
-        y = run_mamba2(raw, dt, net, self._layer, self._step.inputs, kernels)
+        heads = (mixer.num_heads, mixer.head_dim)
+        groups = (mixer.n_groups, mixer.ssm_state_size)
+        conv = mixer.conv1d
+        weight = conv.weight.squeeze(1)
+        net = Mamba2(weight, conv.bias, mixer.A_log, mixer.dt_bias, mixer.D, heads, groups, *self._limits)
+        y = run_mamba2(raw, dt, net, self._layer, self._step.inputs, self._step.kernels)
         out: Tensor = mixer.out_proj(self._gated(y, gate))
         return out[None]
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         """The gated norm of y, both [T, intermediate]; the gate alone where the module has no norm."""
-        kernels, num_groups = self._step.kernels, self._num_norm_groups
-        if not num_groups:
+        kernels = self._step.kernels
+        if not self._num_norm_groups:
             return kernels.silu_mul(gate, y)
+        norm = self._mixer.norm
         return gated_norm(
-            y, gate, self._mixer.norm.weight, self._mixer.norm.variance_epsilon, num_groups,
+            y, gate, norm.weight, norm.variance_epsilon, self._num_norm_groups,
             self._step.ranks, kernels, gates_first=self._gates_first,
         )  # fmt: skip
 
@@ -83,19 +83,22 @@ class GatedDeltaNetForward:
         self._joint = JointLinear(mixer, names)
         self._is_by_key_head = len(names) == 2
         self._norm, self._last = ("o_norm", "o_proj") if hasattr(mixer, "o_norm") else ("norm", "out_proj")
-        key_dim, value_dim, heads = mixer.key_dim, mixer.value_dim, mixer.num_v_heads
-        self._projected = [2 * key_dim + value_dim, value_dim, heads, heads]
+        num_heads = mixer.num_v_heads
+        self._widths = [2 * mixer.key_dim + mixer.value_dim, mixer.value_dim, num_heads, num_heads]
         self._key_heads = (mixer.num_k_heads, mixer.head_k_dim)
-        self._value_heads = (heads, mixer.head_v_dim)
+        self._value_heads = (num_heads, mixer.head_v_dim)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, T, hidden] -> [1, T, hidden]; what else transformers passes is for its own cache."""
-        mixer, inputs, kernels = self._mixer, self._step.inputs, self._step.kernels
-        raw, gate, b, a = (self._by_key_head if self._is_by_key_head else self._project)(hidden_states[0])
-        doubled = bool(getattr(mixer, "allow_neg_eigval", False))  # beta may then lie between 0 and 2
-        weight, bias = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
-        net = DeltaNet(weight, bias, mixer.A_log, mixer.dt_bias, self._key_heads, self._value_heads, doubled)
-        out = run_delta_net(raw, a, b, net, self._layer, inputs, kernels)
+        mixer = self._mixer
+        kernels = self._step.kernels
+        raw, gate, b, a = self._project(hidden_states[0])
+        doubles_beta = bool(getattr(mixer, "allow_neg_eigval", False))  # beta may lie between 0 and 2
+        net = DeltaNet(
+            mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, mixer.A_log, mixer.dt_bias,
+            self._key_heads, self._value_heads, doubles_beta,
+        )  # fmt: skip
+        out = run_delta_net(raw, a, b, net, self._layer, self._step.inputs, kernels)
         norm = getattr(mixer, self._norm)
         normed = kernels.rms_norm_then_gate(out, gate, norm.weight, norm.variance_epsilon)
         projected: Tensor = getattr(mixer, self._last)(normed.flatten(1))
@@ -103,25 +106,27 @@ class GatedDeltaNetForward:
 
     def _project(self, hidden: Tensor) -> Projections:
         """[T, hidden] -> the projections of all tokens."""
-        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden), self._projected, dim=-1)
+        if self._is_by_key_head:
+            return self._project_by_key_head(hidden)
+        raw, gate, b, a = torch.split_with_sizes(self._joint(hidden), self._widths, dim=-1)
         return raw, torch.unflatten(gate, -1, self._value_heads), b, a
 
-    def _by_key_head(self, hidden: Tensor) -> Projections:
-        """As `_project`, of Qwen3-Next's two projections, whose rows are grouped by key head."""
+    def _project_by_key_head(self, hidden: Tensor) -> Projections:
+        """Of Qwen3-Next's two projections, whose rows are grouped by key head."""
         mixer = self._mixer
-        heads, heads_of_key = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
-        key_dim, values = mixer.head_k_dim, heads_of_key * mixer.head_v_dim
+        num_heads = mixer.num_k_heads
+        heads_per_key = mixer.num_v_heads // num_heads
+        value_width = heads_per_key * mixer.head_v_dim
         widths = [2 * (mixer.key_dim + mixer.value_dim), 2 * mixer.num_v_heads]
         qkvz, ba = torch.split(self._joint(hidden), widths, dim=-1)
-        query, key, value, gate = torch.split(
-            torch.unflatten(qkvz, -1, (heads, -1)), [key_dim, key_dim, values, values], dim=-1
-        )
-        b, a = torch.unflatten(ba, -1, (heads, 2, heads_of_key)).unbind(2)
+        widths = [mixer.head_k_dim, mixer.head_k_dim, value_width, value_width]
+        query, key, value, gate = torch.split(torch.unflatten(qkvz, -1, (num_heads, -1)), widths, dim=-1)
+        b, a = torch.unflatten(ba, -1, (num_heads, 2, heads_per_key)).unbind(2)
         raw = query.new_empty(len(hidden), 2 * mixer.key_dim + mixer.value_dim)
         parts = torch.split(raw, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
         for part, tensor in zip(parts, (query, key, value), strict=True):
-            torch.unflatten(part, -1, (heads, -1)).copy_(tensor)
-        return raw, torch.unflatten(gate, -1, (heads_of_key, -1)), b, a
+            torch.unflatten(part, -1, (num_heads, -1)).copy_(tensor)
+        return raw, torch.unflatten(gate, -1, (heads_per_key, -1)), b, a
 
 
 def short_conv_forward(mixer: Any, layer: int, step: CurrentStep) -> Callable[..., Tensor]:
@@ -129,8 +134,10 @@ def short_conv_forward(mixer: Any, layer: int, step: CurrentStep) -> Callable[..
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         B, C, x = mixer.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        weight, bias = mixer.conv.weight.squeeze(1), mixer.conv.bias
-        y = convolve(B * x, weight, bias, "short_conv", layer, step.inputs, step.kernels, activation=False)
+        y = convolve(
+            B * x, mixer.conv.weight.squeeze(1), mixer.conv.bias, "short_conv", layer,
+            step.inputs, step.kernels, activation=False,
+        )  # fmt: skip
         out: Tensor = mixer.out_proj(C * y)
         return out[None]
 

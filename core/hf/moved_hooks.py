@@ -15,20 +15,21 @@ def moved_hook(error: Exception) -> ImportError | None:
     Example: "transformers 5.25.0 has no transformers.core_model_loading.rename_source_key, on which
     mambaslots.hf relies; newest tested: transformers 5.24".
     """
-    here, tested = importlib.metadata.version("transformers"), NEWEST_TESTED["transformers"]
-    if Version(here).release[:2] <= Version(tested).release:
+    version = importlib.metadata.version("transformers")
+    tested = NEWEST_TESTED["transformers"]
+    if Version(version).release[:2] <= Version(tested).release:
         return None
     match error:
         case ImportError() if (error.name or "").partition(".")[0] != "transformers":
             return None
         case ImportError():
-            moved = "has no " + ".".join(filter(None, (error.name, error.name_from)))
+            fault = "has no " + ".".join(filter(None, (error.name, error.name_from)))
         case AttributeError() if error.name is not None:
-            moved = f"has no {error.name!r} in {getattr(error.obj, '__name__', type(error.obj).__name__)}"
+            fault = f"has no {error.name!r} in {getattr(error.obj, '__name__', type(error.obj).__name__)}"
         case _:
-            moved = f"differs ({type(error).__name__}: {' '.join(str(error).split())})"
+            fault = f"differs ({type(error).__name__}: {' '.join(str(error).split())})"
     return ImportError(
-        f"transformers {here} {moved}, on which mambaslots.hf relies; newest tested: transformers {tested}"
+        f"transformers {version} {fault}, on which mambaslots.hf relies; newest tested: transformers {tested}"
     )
 
 
@@ -36,7 +37,7 @@ def names_moved_hooks[**P, R](call: Callable[P, R]) -> Callable[P, R]:
     """Decorates a call into private parts of transformers: see `moved_hook`."""
 
     @functools.wraps(call)
-    def calling(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return call(*args, **kwargs)
         except (ImportError, AttributeError, TypeError, KeyError) as error:
@@ -44,4 +45,4 @@ def names_moved_hooks[**P, R](call: Callable[P, R]) -> Callable[P, R]:
                 raise moved from error
             raise
 
-    return calling
+    return wrapped

@@ -48,7 +48,7 @@ class ServedModel:
         self.groups = checked_groups(groups)
         self.config = architectures.text_config(model.config)
         self._architecture = architectures.ARCHITECTURES[self.config.model_type]
-        accepted = self._architecture.named("ForCausalLM")
+        accepted = self._architecture.prefix + "ForCausalLM"
         if type(model).__name__ != accepted:
             raise ValueError(f"model is a {type(model).__name__}; accepted: a {accepted}")
         self.model = model.eval().requires_grad_(False)
@@ -90,7 +90,8 @@ class ServedModel:
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
         What is not transformers' does not synchronise.
         """
-        kernels, model = kernel_set(inputs.token_ids.device, self.dtype), cast(Any, self.model)
+        model = cast(Any, self.model)
+        kernels = kernel_set(inputs.token_ids.device, self.dtype)
         with self._step.running(inputs, kernels):
             if self._stack is not None:
                 hidden = self._stack(inputs.token_ids, inputs.positions)
@@ -120,7 +121,7 @@ class ServedModel:
     def _modules(self, kind: str, layer_types: frozenset[str]) -> list[nn.Module]:
         """The modules of a class, of which the config names as many layers; else a ValueError."""
         config: Any = self.config
-        name = self._architecture.named(kind)
+        name = self._architecture.prefix + kind
         modules = modules_of(self.model, name)
         num_layers = sum(layer_type in layer_types for layer_type in config.layer_types)
         if len(modules) != num_layers:

@@ -38,9 +38,9 @@ class ModuleSplit:
 
     def rows(self, name: str, ranges: Iterable[range]) -> None:
         """A child computes these outputs of a projection or convolution."""
-        ranges, child = tuple(ranges), getattr(self.module, name)
+        ranges = tuple(ranges)
         for weight in ("weight", "bias"):
-            if getattr(child, weight) is not None:
+            if getattr(getattr(self.module, name), weight) is not None:
                 self.tensor(f"{name}.{weight}", ranges)
 
     def columns(self, name: str, ranges: Iterable[range]) -> None:
@@ -63,14 +63,15 @@ class ModuleSplit:
 def split_attention(split: ModuleSplit) -> None:
     """Attention by heads. Where there are fewer KV heads than ranks, several ranks hold the same KV head."""
     attention = split.module
-    config, head_dim = attention.config, attention.head_dim
+    config = attention.config
     heads = split.part("num_attention_heads", config.num_attention_heads)
-    kv = span(split.part("num_key_value_heads", config.num_key_value_heads, shared=True), head_dim)
+    kv_heads = split.part("num_key_value_heads", config.num_key_value_heads, shared=True)
     # With a gate of the output, a head's rows are its query and its gate.
     split.rows("q_proj", [span(heads, attention.q_proj.out_features // config.num_attention_heads)])
     for name in ("k_proj", "v_proj"):
-        split.rows(name, [kv])
-    split.columns("o_proj" if hasattr(attention, "o_proj") else "out_proj", [span(heads, head_dim)])
+        split.rows(name, [span(kv_heads, attention.head_dim)])
+    last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
+    split.columns(last, [span(heads, attention.head_dim)])
 
 
 def split_mlp(split: ModuleSplit) -> None:
@@ -78,16 +79,19 @@ def split_mlp(split: ModuleSplit) -> None:
     mlp = split.module
     *first, last = mlp_projections(mlp)
     width = getattr(mlp, last).in_features
-    own = span(split.part(f"the width of {last}", width), 1)
+    channels = [span(split.part(f"the width of {last}", width), 1)]
     for name in first:
-        split.rows(name, [own, *shifted([own], width)] if name == "input_linear" else [own])
-    split.columns(last, [own])
+        has_two_parts = name == "input_linear"  # the gate's rows, then those of the up projection
+        split.rows(name, [*channels, *shifted(channels, width)] if has_two_parts else channels)
+    split.columns(last, channels)
 
 
 def split_experts(split: ModuleSplit) -> None:
     """Whole experts. A token's experts on other ranks get the number after the last expert of this rank."""
     experts = split.module
-    total, rank, size = experts.num_experts, split.groups.tensor_rank, split.groups.tensor_size
+    total = experts.num_experts
+    rank = split.groups.tensor_rank
+    size = split.groups.tensor_size
     if total < size:
         raise ValueError(
             f"num_experts of {type(experts).__name__} is {total}; accepted: at least one expert for each of "
@@ -115,7 +119,8 @@ def split_latent_experts(split: ModuleSplit) -> None:
 def split_mamba2(split: ModuleSplit) -> None:
     """A Mamba-2 mixer. Rows of `in_proj` are the gate, x, B, C and the time steps."""
     mixer = split.module
-    heads, groups = split.part("num_heads"), split.part("n_groups", shared=True)
+    heads = split.part("num_heads")
+    groups = split.part("n_groups", shared=True)
     x, conv, projected = mamba2_channels(heads, mixer.head_dim, groups, mixer.ssm_state_size)
     split.rows("in_proj", projected)
     split.rows("conv1d", conv)
@@ -133,7 +138,8 @@ def split_mamba2(split: ModuleSplit) -> None:
 def split_gated_delta_net(split: ModuleSplit) -> None:
     """A gated delta net of Qwen3-Next or Qwen3.5; value heads of a rank read key heads of the same rank."""
     mixer = split.module
-    keys, heads = split.part("num_k_heads", shared=True), split.part("num_v_heads")
+    keys = split.part("num_k_heads", shared=True)
+    heads = split.part("num_v_heads")
     conv = delta_net_channels(keys, mixer.head_k_dim, heads, mixer.head_v_dim)
     v = span(heads, mixer.head_v_dim)
     if hasattr(mixer, "in_proj_qkvz"):
@@ -154,31 +160,34 @@ def split_gated_delta_net(split: ModuleSplit) -> None:
 def _split_interleaved(split: ModuleSplit) -> None:
     """Qwen3-Next's rows: for each key head q, k, and of its value heads v and the gates; then b and a."""
     mixer = split.module
-    key_dim, value_dim = mixer.head_k_dim, mixer.head_v_dim
-    keys, heads = split.part("num_k_heads", shared=True), split.part("num_v_heads")
+    value_dim = mixer.head_v_dim
+    keys = split.part("num_k_heads", shared=True)
+    heads = split.part("num_v_heads")
     per_key = mixer.num_v_heads // mixer.num_k_heads
-    qkvz, ba = [], []
+    qkvz_rows = []
+    ba_rows = []
     for key in keys.indices:
-        first, last = max(heads.start, key * per_key), min(heads.stop, (key + 1) * per_key)
-        own = range(first - key * per_key, last - key * per_key)
-        begin = key * 2 * (key_dim + per_key * value_dim)
-        values = range(own.start * value_dim, own.stop * value_dim)
-        qkvz.append(range(begin, begin + 2 * key_dim))
-        qkvz += shifted([values], begin + 2 * key_dim)
-        qkvz += shifted([values], begin + 2 * key_dim + per_key * value_dim)
-        ba += [*shifted([own], key * 2 * per_key), *shifted([own], key * 2 * per_key + per_key)]
-    split.rows("in_proj_qkvz", qkvz)
-    split.rows("in_proj_ba", ba)
+        first_head = key * per_key  # of the key head's value heads, in the whole model
+        start = max(heads.start, first_head) - first_head
+        stop = min(heads.stop, first_head + per_key) - first_head
+        values = [range(start * value_dim, stop * value_dim)]
+        qk_start = key * 2 * (mixer.head_k_dim + per_key * value_dim)
+        v_start = qk_start + 2 * mixer.head_k_dim
+        qkvz_rows.append(range(qk_start, v_start))
+        qkvz_rows += [*shifted(values, v_start), *shifted(values, v_start + per_key * value_dim)]
+        value_heads = [range(start, stop)]
+        ba_rows += [*shifted(value_heads, 2 * first_head), *shifted(value_heads, 2 * first_head + per_key)]
+    split.rows("in_proj_qkvz", qkvz_rows)
+    split.rows("in_proj_ba", ba_rows)
 
 
 def split_short_conv(split: ModuleSplit) -> None:
     """A short convolution of LFM2. Rows of `in_proj` are two gates and what is convolved."""
-    mixer = split.module
-    hidden = mixer.conv.out_channels
-    own = span(split.part("hidden_size", hidden), 1)
-    split.rows("in_proj", [own, *shifted([own], hidden), *shifted([own], 2 * hidden)])
-    split.rows("conv", [own])
-    split.columns("out_proj", [own])
+    size = split.module.conv.out_channels
+    channels = [span(split.part("hidden_size", size), 1)]
+    split.rows("in_proj", [*channels, *shifted(channels, size), *shifted(channels, 2 * size)])
+    split.rows("conv", channels)
+    split.columns("out_proj", channels)
 
 
 _SPLITTERS: dict[str, Callable[[ModuleSplit], None]] = {
@@ -190,11 +199,7 @@ _SPLITTERS: dict[str, Callable[[ModuleSplit], None]] = {
 
 
 class ModelSplit:
-    """The parts of all weights of a whole model, by the names of parameters and buffers in `parts`.
-
-    A part is None where another rank keeps the whole weight; weights without a part stay whole. The model
-    gets an attribute, by which `of` finds this object.
-    """
+    """The `parts` of a whole model's weights by name (None: of another rank), and its modules' new sizes."""
 
     def __init__(self, model: nn.Module, config: Any, groups: ParallelGroups) -> None:
         self._model: Any = model
@@ -207,10 +212,10 @@ class ModelSplit:
             )
         if groups.tensor_size > 1:
             if not ARCHITECTURES[config.model_type].splits:
-                split = sorted(name for name, row in ARCHITECTURES.items() if row.splits)
+                accepted = sorted(name for name, row in ARCHITECTURES.items() if row.splits)
                 raise ValueError(
                     f"model_type is {config.model_type!r}, and groups.tensor has {groups.tensor_size} ranks; "
-                    f"accepted where ranks split a model of transformers: {', '.join(split)}"
+                    f"accepted where ranks split a model of transformers: {', '.join(accepted)}"
                 )
             self._find_parts(config, groups)
         vars(model)["mambaslots_split"] = self
@@ -232,8 +237,8 @@ class ModelSplit:
     @classmethod
     def of(cls, model: nn.Module, config: Any, groups: ParallelGroups) -> "ModelSplit":
         """The split that was made for a model before its weights were read, or one of a whole model."""
-        found: ModelSplit | None = vars(model).get("mambaslots_split")
-        return found or cls(model, config, groups)
+        split: ModelSplit | None = vars(model).get("mambaslots_split")
+        return split or cls(model, config, groups)
 
     def apply(self) -> None:
         """Reduce the model to this rank's part: whole weights become copies of a part, a tied head a view."""
@@ -245,7 +250,8 @@ class ModelSplit:
             for child in split.module.children():
                 _fit(child)
         if self._modules:
-            head, embedding = self._model.lm_head, self._model.get_input_embeddings()
+            head = self._model.lm_head
+            embedding = self._model.get_input_embeddings()
             if head.weight is embedding.weight:
                 (index,) = self._head.slices(2)
                 head.weight = nn.Parameter(embedding.weight.data[index], requires_grad=False)

@@ -31,9 +31,9 @@ class TransformersTokenizer:
         """`encode` without special tokens, and a cut for each added token, if the tokenizer is fast."""
         if not self.tokenizer.is_fast:
             return self.encode(text, add_special_tokens=False), []
-        found = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        ids: list[int] = found["input_ids"]
-        places = ((i, found.token_to_chars(i)) for i, token in enumerate(ids) if token in self._added)
+        encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = encoding["input_ids"]
+        places = ((i, encoding.token_to_chars(i)) for i, token in enumerate(ids) if token in self._added)
         return ids, [Cut(span.start, span.end, i) for i, span in places if span is not None]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -48,7 +48,7 @@ class TransformersTokenizer:
         """The text of a chat, from the model's template; a ValueError where it refuses the messages."""
         variables["add_generation_prompt"] = add_generation_prompt
         try:
-            chat = [dict(each) for each in messages]
+            chat = [dict(message) for message in messages]
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, **variables)
         except Exception as error:  # a template is code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
@@ -57,11 +57,11 @@ class TransformersTokenizer:
 
 def load_text(folder: Path) -> TextCodec | None:
     """The tokenizer and chat template in `folder`; None where it has no file of a tokenizer."""
-    if not any(found for pattern in _FILES for found in folder.glob(pattern)):
+    if not any(file for pattern in _FILES for file in folder.glob(pattern)):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raise plain Exceptions
         raise ModelFolderError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    both = TransformersTokenizer(tokenizer)
-    return TextCodec(both, both if tokenizer.chat_template else None)
+    tokenizer_and_template = TransformersTokenizer(tokenizer)
+    return TextCodec(tokenizer_and_template, tokenizer_and_template if tokenizer.chat_template else None)

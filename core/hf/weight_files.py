@@ -13,7 +13,8 @@ from ..files import CONFIG, ModelFolderError, read_object, section
 from ..layers.weight_part import WeightPart
 from ..validation import INT32_MAX, ceil_div, ints_within
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 _SUFFIX = ".safetensors"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = {
@@ -64,7 +65,8 @@ class WeightFiles(ExitStack):
         """A new tensor on `device`, of `part` alone if there is one; floating point becomes `dtype`."""
         if name not in self._scaled or self._blocks is None:
             return self._read(name, device, dtype, part)
-        weight, scale = (self._read(each, device, None) for each in (name, name + _SCALE))
+        weight = self._read(name, device, None)
+        scale = self._read(name + _SCALE, device, None)
         whole = dequantize(weight, scale, self._blocks, dtype)
         return whole if part is None else part.take(whole)
 
@@ -73,19 +75,20 @@ class WeightFiles(ExitStack):
     ) -> Tensor:
         path, file = self._files[name]
         try:
-            stored, elements = self._stored_dtype(name), torch.Size(self.shape(name)).numel()
-            target = dtype if stored.is_floating_point else None
-            if part is None and (target in (None, stored) or elements < _STEP_ELEMENTS):
+            shape = torch.Size(self.shape(name))
+            stored_dtype = self._stored_dtype(name)
+            target = dtype if stored_dtype.is_floating_point else None
+            if part is None and (target in (None, stored_dtype) or shape.numel() < _STEP_ELEMENTS):
                 return file.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
             # Of a map, pages that a part does not need are not read; what was read goes back at once.
             with safe_open(path, framework="pt") as mapped:
                 if part is None:
                     return mapped.get_tensor(name).to(device, target)  # type: ignore[no-any-return]
-                view, shape = mapped.get_slice(name), self.shape(name)
-                result = torch.empty(part.shape(shape), dtype=target or stored, device=device)
-                places = torch.split(result, list(map(len, part.ranges)), dim=part.dim)
-                for place, index in zip(places, part.slices(len(shape)), strict=True):
-                    place.copy_(view[index])
+                file_view = mapped.get_slice(name)
+                result = torch.empty(part.shape(shape), dtype=target or stored_dtype, device=device)
+                views = torch.split(result, list(map(len, part.ranges)), dim=part.dim)
+                for view, index in zip(views, part.slices(len(shape)), strict=True):
+                    view.copy_(file_view[index])
                 return result
         except (SafetensorError, OSError) as error:
             raise ModelFolderError(f"{path}: {name} cannot be read: {error}") from error
@@ -100,11 +103,10 @@ class WeightFiles(ExitStack):
         return self._files[name][1].get_slice(name)
 
     def _find_scales(self, blocks: tuple[int, int]) -> None:
-        stored = self.names
-        scales = {name for name in stored if name.endswith(_SCALE)}
-        activations = {name for name in stored if name.endswith(_ACTIVATION_SCALES)}
-        self.activation_scales = tuple(sorted(activations))
-        self.names = tuple(name for name in stored if name not in scales | activations)
+        scales = {name for name in self.names if name.endswith(_SCALE)}
+        activation_scales = {name for name in self.names if name.endswith(_ACTIVATION_SCALES)}
+        self.activation_scales = tuple(sorted(activation_scales))
+        self.names = tuple(name for name in self.names if name not in scales | activation_scales)
         self._scaled = {name for name in self.names if name + _SCALE in scales}
         for name in self.names:
             dtype = self._stored_dtype(name)
@@ -118,8 +120,8 @@ class WeightFiles(ExitStack):
             weight = name.removesuffix(_SCALE)
             if weight not in self._scaled:
                 raise ModelFolderError(f"{name} has no weight: {weight} is missing")
-            *before, rows, columns = self.shape(weight) if len(self.shape(weight)) > 1 else (1, 0, 0)
-            accepted = (*before, ceil_div(rows, blocks[0]), ceil_div(columns, blocks[1]))
+            *outer_sizes, rows, columns = self.shape(weight) if len(self.shape(weight)) > 1 else (1, 0, 0)
+            accepted = (*outer_sizes, ceil_div(rows, blocks[0]), ceil_div(columns, blocks[1]))
             if self.shape(name) != accepted or self._stored_dtype(name) not in _SCALE_DTYPES:
                 raise ModelFolderError(
                     f"{name} is {self._stored_dtype(name)}, {self.shape(name)}; accepted for {weight}, "
@@ -176,16 +178,17 @@ def _no_safetensors(folder: Path) -> str:
 def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share a scale in block-scaled FP8; None if nothing is quantised."""
     file = folder / CONFIG
-    found = section(file, config, "quantization_config")
-    found = found or section(file, section(file, config, "text_config"), "quantization_config")
-    if not found:
+    quantization = section(file, config, "quantization_config")
+    if not quantization:
+        quantization = section(file, section(file, config, "text_config"), "quantization_config")
+    if not quantization:
         return None
-    method = found.get("quant_method")
+    method = quantization.get("quant_method")
     if method != "fp8":
         raise ModelFolderError(f"{folder} is quantised by {method!r}; accepted: no quantisation, or 'fp8'")
-    blocks = found.get("weight_block_size")
-    if found.get("expert_dtype", "fp8") != "fp8":
-        raise ModelFolderError(f"{folder} has experts in {found['expert_dtype']!r}; accepted: 'fp8'")
+    blocks = quantization.get("weight_block_size")
+    if quantization.get("expert_dtype", "fp8") != "fp8":
+        raise ModelFolderError(f"{folder} has experts in {quantization['expert_dtype']!r}; accepted: 'fp8'")
     if not (isinstance(blocks, list) and len(blocks) == 2 and ints_within(blocks, 1, INT32_MAX)):
         raise ModelFolderError(f"{folder}: weight_block_size is {blocks!r}; accepted: two positive integers")
     return blocks[0], blocks[1]
@@ -193,19 +196,20 @@ def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int
 
 def dequantize(weight: Tensor, scale: Tensor, blocks: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """`weight` [..., rows, columns] times the scale of each element's block, in at least float32."""
-    columns, compute = weight.shape[-1], torch.promote_types(dtype, torch.float32)
+    columns = weight.shape[-1]
+    compute_dtype = torch.promote_types(dtype, torch.float32)
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     rows_at_once = max(1, _STEP_ELEMENTS // max(1, columns) // blocks[0]) * blocks[0]
-    for stored, scales, out in zip(
+    for elements, scales, out in zip(
         weight.reshape(-1, *weight.shape[-2:]),
-        scale.reshape(-1, *scale.shape[-2:]).to(compute),
+        scale.reshape(-1, *scale.shape[-2:]).to(compute_dtype),
         result.view(-1, *weight.shape[-2:]),
         strict=True,
     ):
-        for first in range(0, len(stored), rows_at_once):
-            part = stored[first : first + rows_at_once]
-            scaled = scales[first // blocks[0] : ceil_div(first + len(part), blocks[0])]
-            row_scales = scaled.repeat_interleave(blocks[0], 0)[: len(part)]
+        for first in range(0, len(elements), rows_at_once):
+            chunk = elements[first : first + rows_at_once]
+            chunk_scales = scales[first // blocks[0] : ceil_div(first + len(chunk), blocks[0])]
+            row_scales = chunk_scales.repeat_interleave(blocks[0], 0)[: len(chunk)]
             factors = row_scales.repeat_interleave(blocks[1], 1)[:, :columns]
-            out[first : first + rows_at_once] = factors.mul_(part.to(compute))
+            out[first : first + rows_at_once] = factors.mul_(chunk.to(compute_dtype))
     return result

@@ -28,8 +28,7 @@ from .weight_files import WeightFiles
 Parts = Mapping[str, WeightPart | None]
 """What a rank keeps of the weights that ranks split, by their names; None: nothing."""
 
-PROGRESS_S = 2.0
-"""A load that takes longer shows a bar, which changes so seldom."""
+PROGRESS_S = 2.0  # a load that takes longer shows a bar, which changes so seldom
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +60,11 @@ class WeightSource:
         """A source without tensors; a ModelFolderError where transformers does more than stack and join."""
         if converter is None:
             return cls(target, {target: []})
-        merges = [each for each in converter.operations if isinstance(each, MergeModulelist) and not each.dim]
-        joins = [each for each in converter.operations if isinstance(each, Concatenate)]
-        if [*merges, *joins] != list(converter.operations) or max(len(merges), len(joins)) > 1:
-            kinds = ", ".join(type(each).__name__ for each in converter.operations)
+        operations = list(converter.operations)
+        merges = [step for step in operations if isinstance(step, MergeModulelist) and not step.dim]
+        joins = [step for step in operations if isinstance(step, Concatenate)]
+        if [*merges, *joins] != operations or max(len(merges), len(joins)) > 1:
+            kinds = ", ".join(type(step).__name__ for step in operations)
             raise ModelFolderError(f"{target} is made by {kinds}; accepted: MergeModulelist and Concatenate")
         groups: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
         return cls(target, groups, bool(merges), joins[0].dim if joins else 0)
@@ -108,29 +108,29 @@ def find_sources(
     model: PreTrainedModel, files: WeightFiles
 ) -> tuple[list[WeightSource], list[str], set[str]]:
     """The source of each weight, tensors to ignore, and tied weights; a ModelFolderError names others."""
-    wanted, kind = model.state_dict(), type(model).__name__
-    by_target, strange = _match(model, wanted, files.names)
+    weights = model.state_dict()
+    kind = type(model).__name__
+    by_target, unmatched = _match(model, weights, files.names)
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     ignored = [
         name
-        for name, renamed in strange.items()
-        if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
+        for name, new_name in unmatched.items()
+        if any(re.search(pattern, name) or re.search(pattern, new_name) for pattern in patterns)
     ]
-    if superfluous := [name for name in strange if name not in ignored]:
+    if superfluous := [name for name in unmatched if name not in ignored]:
         raise ModelFolderError(f"the folder has weights that {kind} has not: {joined_names(superfluous)}")
     for source in by_target.values():
-        _check(source, wanted[source.target].shape, files)
-    made = by_target.keys()
-    missing = wanted.keys() - made
-    ties = [{name, other} for name, other in model.all_tied_weights_keys.items()]
-    tied = set().union(*(tie for tie in ties if not tie.isdisjoint(made)))
+        _check(source, weights[source.target].shape, files)
+    missing = weights.keys() - by_target.keys()
+    ties = [{name, twin} for name, twin in model.all_tied_weights_keys.items()]
+    tied = set().union(*(tie for tie in ties if not tie.isdisjoint(by_target.keys())))
     if absent := sorted(missing - tied, key=dot_natural_key):
         raise ModelFolderError(f"the folder lacks weights of {kind}: {joined_names(absent)}")
     return list(by_target.values()), ignored, missing
 
 
 def _match(
-    model: PreTrainedModel, wanted: dict[str, Tensor], names: Iterable[str]
+    model: PreTrainedModel, weights: dict[str, Tensor], names: Iterable[str]
 ) -> tuple[dict[str, WeightSource], dict[str, str]]:
     """Sources by target, and the names that have no place in the model, each with what it is renamed to."""
     transforms = get_model_conversion_mapping(model)
@@ -139,20 +139,20 @@ def _match(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     by_target: dict[str, WeightSource] = {}
-    strange: dict[str, str] = {}
+    unmatched: dict[str, str] = {}
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, weights)
+        if target not in weights and name in weights:
             target, pattern = name, None
-        if target not in wanted:
-            strange[name] = rename_source_key(name, renamings, [])[0]
+        if target not in weights:
+            unmatched[name] = rename_source_key(name, renamings, [])[0]
             continue
         converter = None if pattern is None else by_pattern[pattern]
         source = by_target.setdefault(target, WeightSource.of(target, converter))
         if source.names and pattern not in source.groups:
             raise ModelFolderError(f"{source.names[0]} and {name} of the folder are both {target}")
         source.groups[pattern or target].append(name)
-    return by_target, strange
+    return by_target, unmatched
 
 
 def _check(source: WeightSource, shape: torch.Size, files: WeightFiles) -> None:
@@ -188,13 +188,15 @@ def _check(source: WeightSource, shape: torch.Size, files: WeightFiles) -> None:
 
 def _check_experts(source: WeightSource, pattern: str, names: list[str], num_experts: int) -> None:
     """Raise a ModelFolderError that names the experts whose tensors are missing."""
-    before, _, after = pattern.partition("*")
-    number = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+    prefix, _, suffix = pattern.partition("*")
+    number = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(suffix)}")
     matches = [match for name in names if (match := number.search(name))]
-    if absent := sorted(set(range(num_experts)) - {int(match[1]) for match in matches}) if matches else []:
-        begin, end = matches[0].string[: matches[0].start(1)], matches[0].string[matches[0].end(1) :]
-        lacking = joined_names([f"{begin}{index}{end}" for index in absent])
-        raise ModelFolderError(f"the folder lacks weights of {source.target}: {lacking}")
+    absent = sorted(set(range(num_experts)) - {int(match[1]) for match in matches})
+    if matches and absent:
+        name = matches[0].string
+        start, stop = matches[0].span(1)
+        absent_names = joined_names([f"{name[:start]}{index}{name[stop:]}" for index in absent])
+        raise ModelFolderError(f"the folder lacks weights of {source.target}: {absent_names}")
 
 
 def joined_names(names: Collection[str]) -> str:
@@ -209,11 +211,7 @@ def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
 ) -> None:  # fmt: skip
-    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first.
-
-    Weights are read one after another: at no time more is allocated than the weights, and once more the
-    largest one that is made of several. After an error the model is of no use.
-    """
+    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first."""
     with WeightFiles(folder, blocks) as files:
         sources, ignored, missing = find_sources(model, files)
         if ignored:
@@ -221,17 +219,18 @@ def load_weights(
         if files.activation_scales:
             scales = joined_names(files.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)
-        wanted = model.state_dict()
+        weights = model.state_dict()
         with ProgressBar(
-            desc=folder.name, total=sum(wanted[source.target].nbytes for source in sources), unit="B",
+            desc=folder.name, total=sum(weights[source.target].nbytes for source in sources), unit="B",
             unit_scale=True, delay=PROGRESS_S, mininterval=PROGRESS_S,
         ) as bar:  # fmt: skip
             for source in sources:
-                name, empty = source.target, wanted[source.target]
+                name = source.target
+                empty = weights[name]
                 if name not in parts or parts[name] is not None:
-                    made = source.weight(empty.shape, files, device, empty.dtype, parts.get(name))
-                    set_weight(model, name, made)
-                    del made
+                    weight = source.weight(empty.shape, files, device, empty.dtype, parts.get(name))
+                    set_weight(model, name, weight)
+                    del weight
                 bar.update(empty.nbytes)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if blocks is not None:

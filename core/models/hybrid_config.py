@@ -102,14 +102,14 @@ class HybridConfig:
         if len(self.pattern) < groups.pipeline_size:
             accepted = f"at least one layer for each of {groups.pipeline_size} stages"
             raise refused("pattern", self.pattern, accepted)
-        layers, kv_heads = self.layers_of("*", groups), self.part_of("num_kv_heads", groups)
-        return ModelShard(attention_layers=layers, kv_heads=kv_heads)
+        kv_heads = self.part_of("num_kv_heads", groups)
+        return ModelShard(attention_layers=self.layers_of("*", groups), kv_heads=kv_heads)
 
     def layers_of(self, kind: str, groups: ParallelGroups) -> Part:
         """The layers of this letter that this rank holds, of all such layers."""
         first, stop = self.stage_layers(groups)
-        before = self.pattern[:first].count(kind)
-        return Part(before, before + self.pattern[first:stop].count(kind), self.pattern.count(kind))
+        num_earlier = self.pattern[:first].count(kind)
+        return Part(num_earlier, num_earlier + self.pattern[first:stop].count(kind), self.pattern.count(kind))
 
     def part_of(self, name: str, groups: ParallelGroups) -> Part:
         """This rank's equal part of the heads, groups or channels that the field `name` counts.
@@ -123,23 +123,27 @@ class HybridConfig:
         """The tensors of the state that this rank of `groups` holds."""
         states: tuple[StateTensor, ...] = ()
         if "M" in self.pattern:
-            heads, head_groups = (self.part_of(f"mamba_num_{of}", groups) for of in ("heads", "groups"))
+            heads = self.part_of("mamba_num_heads", groups)
+            head_groups = self.part_of("mamba_num_groups", groups)
             states += mamba2_states(
                 self.layers_of("M", groups), heads, self.mamba_head_dim, head_groups, self.mamba_state_dim,
                 self.conv_kernel, self.dtype, self.compute_dtype, self.ssd_chunk_size,
             )  # fmt: skip
         if "G" in self.pattern:
-            keys, values = (self.part_of(f"delta_num_{of}_heads", groups) for of in ("key", "value"))
+            key_heads = self.part_of("delta_num_key_heads", groups)
+            value_heads = self.part_of("delta_num_value_heads", groups)
             states += gated_delta_net_states(
-                self.layers_of("G", groups), keys, self.delta_key_dim, values, self.delta_value_dim,
+                self.layers_of("G", groups), key_heads, self.delta_key_dim, value_heads, self.delta_value_dim,
                 self.conv_kernel, self.dtype, self.compute_dtype, self.delta_chunk_size,
             )  # fmt: skip
         if "C" in self.pattern:
-            layers, channels = self.layers_of("C", groups), self.part_of("hidden_size", groups)
+            channels = self.part_of("hidden_size", groups)
+            layers = self.layers_of("C", groups)
             states += short_conv_states(layers, channels, self.short_conv_kernel, self.dtype)
         return states
 
     def stage_layers(self, groups: ParallelGroups) -> tuple[int, int]:
         """This rank's layers, as (first layer, last layer + 1)."""
-        layers, stage, stages = len(self.pattern), groups.pipeline_rank, groups.pipeline_size
-        return layers * stage // stages, layers * (stage + 1) // stages
+        num_layers = len(self.pattern)
+        first = num_layers * groups.pipeline_rank // groups.pipeline_size
+        return first, num_layers * (groups.pipeline_rank + 1) // groups.pipeline_size

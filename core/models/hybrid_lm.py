@@ -53,7 +53,8 @@ class HybridLM(nn.Module):
         self.config = config
         self.groups = groups = checked_groups(groups)
         self._ranks = groups if groups.tensor_size > 1 else None
-        self._is_first_stage, self._is_last_stage = groups.is_first_stage, groups.is_last_stage
+        self._is_first_stage = groups.is_first_stage
+        self._is_last_stage = groups.is_last_stage
         self.weights_name = source.name
         weights = ModelWeights(config, source, device, groups)
         self.shard = config.shard(groups)
@@ -67,8 +68,8 @@ class HybridLM(nn.Module):
             if first <= index < stop:
                 self.layers.append(layer)
         weights.prefix = ""
-        size, num_layers = config.hidden_size, len(config.pattern)
-        norms = [weights.full(f"norms.{index}", size, 1.0) for index in range(num_layers)]
+        num_layers = len(config.pattern)
+        norms = [weights.full(f"norms.{index}", config.hidden_size, 1.0) for index in range(num_layers)]
         self.norms = nn.ParameterList(norms[first:stop])
         final_norm = weights.full("final_norm", config.hidden_size, 1.0)
         rows = [vocabulary_part_of(config.vocab_size, groups).indices]
@@ -96,9 +97,11 @@ class HybridLM(nn.Module):
         Raises:
             ValueError: names a file that is missing or wrong, or a weight that does not fit.
         """
-        if (found := existing_folder("folder", folder)) is None:
+        if (path := existing_folder("folder", folder)) is None:
             raise ModelFolderError(f"folder is {str(folder)!r}; accepted: a folder that is there")
-        model, config, source = cls.__new__(cls), read_config(found, dtype), SavedWeights(found)
+        config = read_config(path, dtype)
+        source = SavedWeights(path)
+        model = cls.__new__(cls)
         model._make(config, source, checked_device("device", device), groups)
         source.check_all_taken()
         return model
@@ -125,19 +128,20 @@ class HybridLM(nn.Module):
             ImportError: the device's kernels need a package that is not installed.
             ValueError: the device's kernels cannot compute these states.
         """
-        config, shard, device = self.config, self.shard, self.norms[0].device
+        config = self.config
+        device = self.norms[0].device
         kernels = kernel_set(device, config.dtype)
         spec = HybridStateSpec(
             states=config.states(self.groups),
-            num_attention_layers=shard.attention_layers.count,
-            num_kv_heads=shard.kv_heads.count,
+            num_attention_layers=self.shard.attention_layers.count,
+            num_kv_heads=self.shard.kv_heads.count,
             head_dim=config.head_dim,
             kv_dtype=config.dtype,
             vocab_size=config.vocab_size,
             device=device,
             supports_replay=True,
             strided_blocks=True,
-            shard=shard,
+            shard=self.shard,
             groups=self.groups,
             model=f"{config}, {self.weights_name}",
         )
@@ -149,14 +153,16 @@ class HybridLM(nn.Module):
 
         Writes the step's keys and values into `inputs.kv_cache` and its states into `inputs.state_pool`.
         """
-        config, groups, device = self.config, self.groups, inputs.token_ids.device
-        kernels, eps = kernel_set(device, config.dtype), config.norm_eps
+        config = self.config
+        device = inputs.token_ids.device
+        kernels = kernel_set(device, config.dtype)
+        eps = config.norm_eps
         if self._is_first_stage:
             hidden = self.embedding[inputs.token_ids]
         else:
             shape = len(inputs.token_ids), config.hidden_size
             hidden = torch.empty(shape, dtype=config.dtype, device=device)
-            groups.receive_from_previous_stage(hidden)
+            self.groups.receive_from_previous_stage(hidden)
         added: Tensor | None = None  # the last layer's output, which the next norm adds to `hidden`
         for norm, layer in zip(self.norms, self.layers, strict=True):
             if added is None:
@@ -170,9 +176,9 @@ class HybridLM(nn.Module):
             _, normed = kernels.add_rms_norm(hidden[rows], added[rows], self.final_norm, eps)
             logits = head_logits(normed, self.lm_head, config.vocab_size, self._ranks, kernels)
         else:
-            groups.send_to_next_stage(hidden + added)
+            self.groups.send_to_next_stage(hidden + added)
             shape = len(inputs.logit_tokens), config.vocab_size
             logits = torch.empty(shape, dtype=config.compute_dtype, device=device)
         if self._is_first_stage and self._is_last_stage:
             return logits
-        return groups.share_from_last_stage(logits)
+        return self.groups.share_from_last_stage(logits)

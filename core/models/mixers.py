@@ -24,29 +24,33 @@ class MambaMixer(nn.Module):
         super().__init__()
         self.layer_index = layer_index
         self.ranks = weights.groups if weights.groups.tensor_size > 1 else None
-        self.num_norm_groups, self.norm_eps = config.mamba_num_groups, config.norm_eps
-        heads, head_groups = (config.part_of(f"mamba_num_{of}", weights.groups) for of in ("heads", "groups"))
+        self.num_norm_groups = config.mamba_num_groups
+        self.norm_eps = config.norm_eps
+        heads = config.part_of("mamba_num_heads", weights.groups)
+        head_groups = config.part_of("mamba_num_groups", weights.groups)
         self.heads = heads.count, config.mamba_head_dim
         self.head_groups = head_groups.count, config.mamba_state_dim
         x, conv, projected = mamba2_channels(
             heads, config.mamba_head_dim, head_groups, config.mamba_state_dim
         )
         self.sizes = [len(x), sum(map(len, conv)), heads.count]  # of the gate, what is convolved, and dt
-        own, kernel, inner = [heads.indices], config.conv_kernel, heads.total * config.mamba_head_dim
-        convolved = inner + 2 * head_groups.total * config.mamba_state_dim
-        num_projected = inner + convolved + heads.total
+        num_inner = heads.total * config.mamba_head_dim
+        num_convolved = num_inner + 2 * head_groups.total * config.mamba_state_dim
+        num_projected = num_inner + num_convolved + heads.total
         self.in_proj = weights.linear("in_proj", num_projected, config.hidden_size, rows=projected)
-        self.conv_weight = weights.normal("conv_weight", convolved, kernel, std=kernel**-0.5, rows=conv)
+        kernel = config.conv_kernel
+        self.conv_weight = weights.normal("conv_weight", num_convolved, kernel, std=kernel**-0.5, rows=conv)
         # With this bias SiLU of a standard normal has a mean near zero; slow heads would sum up another one.
-        self.conv_bias = weights.full("conv_bias", convolved, -0.5, rows=conv)
+        self.conv_bias = weights.full("conv_bias", num_convolved, -0.5, rows=conv)
         # dt falls with the square root of the memory: so all heads' states have one magnitude.
         memory = _memory_of_heads(config.mamba_num_heads)
         dt = 1.5 * memory.rsqrt()
-        self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=own)
-        self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=own)
-        self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=own)
-        self.norm = weights.full("norm", inner, 1.0, rows=[x])
-        self.out_proj = weights.linear("out_proj", config.hidden_size, inner, columns=[x])
+        head_rows = [heads.indices]
+        self.dt_bias = weights.constant("dt_bias", dt.expm1().log(), rows=head_rows)
+        self.A_log = weights.constant("A_log", -(memory * dt).log(), rows=head_rows)
+        self.D = weights.full("D", config.mamba_num_heads, 0.5, rows=head_rows)
+        self.norm = weights.full("norm", num_inner, 1.0, rows=[x])
+        self.out_proj = weights.linear("out_proj", config.hidden_size, num_inner, columns=[x])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         gate, raw, dt = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
@@ -60,8 +64,7 @@ class MambaMixer(nn.Module):
 
 def _memory_of_heads(heads: int) -> Tensor:
     """How many tokens each head remembers: 8 to 512."""
-    shortest, longest = math.log10(8.0), math.log10(512.0)
-    return torch.logspace(shortest, longest, heads, dtype=torch.float64, device="cpu")
+    return torch.logspace(math.log10(8.0), math.log10(512.0), heads, dtype=torch.float64, device="cpu")
 
 
 class GatedDeltaNet(nn.Module):
@@ -71,27 +74,32 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.layer_index = layer_index
         self.norm_eps = config.norm_eps
-        keys, heads = (config.part_of(f"delta_num_{of}_heads", weights.groups) for of in ("key", "value"))
-        num_heads, values = heads.total, heads.total * config.delta_value_dim
-        convolved = 2 * keys.total * config.delta_key_dim + values
-        own, kernel = [heads.indices], config.conv_kernel
+        keys = config.part_of("delta_num_key_heads", weights.groups)
+        heads = config.part_of("delta_num_value_heads", weights.groups)
+        num_heads = heads.total
+        num_values = num_heads * config.delta_value_dim
+        num_convolved = 2 * keys.total * config.delta_key_dim + num_values
         # Rows of the projection: the gate, then what is convolved (q, k and v), then beta's and the decay's.
         conv = delta_net_channels(keys, config.delta_key_dim, heads, config.delta_value_dim)
         v = span(heads, config.delta_value_dim)
-        self.keys, self.values = (keys.count, config.delta_key_dim), (heads.count, config.delta_value_dim)
+        self.keys = (keys.count, config.delta_key_dim)
+        self.values = (heads.count, config.delta_value_dim)
         self.sizes = [len(v), sum(map(len, conv)), heads.count, heads.count]
-        after = values + convolved
-        rows = [v, *shifted(conv, values), *shifted(own, after), *shifted(own, after + num_heads)]
-        self.in_proj = weights.linear("in_proj", after + 2 * num_heads, config.hidden_size, rows=rows)
-        std = kernel**-0.5
-        self.conv_weight = weights.normal("conv_weight", convolved, kernel, std=std, rows=conv)
+        head_rows = [heads.indices]
+        beta_start = num_values + num_convolved
+        decay_start = beta_start + num_heads
+        rows = [v, *shifted(conv, num_values)]
+        rows += [*shifted(head_rows, beta_start), *shifted(head_rows, decay_start)]
+        self.in_proj = weights.linear("in_proj", decay_start + num_heads, config.hidden_size, rows=rows)
+        kernel = config.conv_kernel
+        self.conv_weight = weights.normal("conv_weight", num_convolved, kernel, std=kernel**-0.5, rows=conv)
         # By their decays alone heads would remember 8 to 512 tokens; later keys overwrite parts of it sooner.
         memory = _memory_of_heads(num_heads)
         one = torch.ones(num_heads, dtype=torch.float64, device="cpu")
-        self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=own)
-        self.A_log = weights.constant("A_log", -memory.log(), rows=own)
+        self.dt_bias = weights.constant("dt_bias", one.expm1().log(), rows=head_rows)
+        self.A_log = weights.constant("A_log", -memory.log(), rows=head_rows)
         self.norm = weights.full("norm", config.delta_value_dim, 1.0)
-        self.out_proj = weights.linear("out_proj", config.hidden_size, values, columns=[v])
+        self.out_proj = weights.linear("out_proj", config.hidden_size, num_values, columns=[v])
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         gate, raw, b, a = torch.split(F.linear(hidden, self.in_proj), self.sizes, dim=-1)
@@ -108,19 +116,21 @@ class ShortConv(nn.Module):
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
         self.layer_index = layer_index
-        hidden, kernel = config.hidden_size, config.short_conv_kernel
-        own = [config.part_of("hidden_size", weights.groups).indices]
+        size = config.hidden_size
+        channels = [config.part_of("hidden_size", weights.groups).indices]
         # Rows of the projection: the gate before the convolution, the gate after it, and what is convolved.
-        rows = [*own, *shifted(own, hidden), *shifted(own, 2 * hidden)]
-        self.in_proj = weights.linear("in_proj", 3 * hidden, hidden, rows=rows)
-        self.conv_weight = weights.normal("conv_weight", hidden, kernel, std=kernel**-0.5, rows=own)
-        self.out_proj = weights.linear("out_proj", hidden, hidden, columns=own)
+        rows = [*channels, *shifted(channels, size), *shifted(channels, 2 * size)]
+        self.in_proj = weights.linear("in_proj", 3 * size, size, rows=rows)
+        kernel = config.short_conv_kernel
+        self.conv_weight = weights.normal("conv_weight", size, kernel, std=kernel**-0.5, rows=channels)
+        self.out_proj = weights.linear("out_proj", size, size, columns=channels)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        before, after, x = torch.chunk(F.linear(hidden, self.in_proj), 3, dim=-1)
-        layer, weight = self.layer_index, self.conv_weight
-        convolved = convolve(before * x, weight, None, "short_conv", layer, inputs, kernels, activation=False)
-        return F.linear(after * convolved, self.out_proj)
+        gate_before, gate_after, x = torch.chunk(F.linear(hidden, self.in_proj), 3, dim=-1)
+        layer = self.layer_index
+        weight = self.conv_weight
+        y = convolve(gate_before * x, weight, None, "short_conv", layer, inputs, kernels, activation=False)
+        return F.linear(gate_after * y, self.out_proj)
 
 
 class Attention(nn.Module):
@@ -141,19 +151,19 @@ class Attention(nn.Module):
         self.o_proj = weights.linear("o_proj", config.hidden_size, query_dim, columns=queries)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
-        config, kv_cache = self.config, inputs.kv_cache[self.layer_index]
-        query, key, value = (
-            torch.unflatten(F.linear(hidden, weight), 1, (-1, config.head_dim))
-            for weight in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = kernels.qk_norm_rotary(query, key, *rotary_angles(inputs.positions, config))
-        attended = attend(query, key, value, kv_cache, inputs, kernels)
+        heads = (-1, self.config.head_dim)
+        query = torch.unflatten(F.linear(hidden, self.q_proj), 1, heads)
+        key = torch.unflatten(F.linear(hidden, self.k_proj), 1, heads)
+        value = torch.unflatten(F.linear(hidden, self.v_proj), 1, heads)
+        query, key = kernels.qk_norm_rotary(query, key, *rotary_angles(inputs.positions, self.config))
+        attended = attend(query, key, value, inputs.kv_cache[self.layer_index], inputs, kernels)
         return F.linear(attended.flatten(1), self.o_proj)
 
 
 def rotary_angles(positions: Tensor, config: HybridConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions * base ** (-2 i / head dim), [T, head dim] (arXiv 2104.09864)."""
-    half, dtype = config.head_dim // 2, config.compute_dtype
+    half = config.head_dim // 2
+    dtype = config.compute_dtype
     exponents = torch.arange(half, dtype=torch.float64, device=positions.device) / half
     angles = positions.to(dtype)[:, None] * (config.rotary_base**-exponents).to(dtype)
     angles = torch.cat([angles, angles], dim=-1)
@@ -165,9 +175,11 @@ class MLP(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
-        own = [config.part_of("mlp_hidden_size", weights.groups).indices]
-        self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, config.hidden_size, rows=own)
-        self.down_proj = weights.linear("down_proj", config.hidden_size, config.mlp_hidden_size, columns=own)
+        channels = [config.part_of("mlp_hidden_size", weights.groups).indices]
+        self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, config.hidden_size, rows=channels)
+        self.down_proj = weights.linear(
+            "down_proj", config.hidden_size, config.mlp_hidden_size, columns=channels
+        )
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         return F.linear(kernels.relu_squared(F.linear(hidden, self.up_proj)), self.down_proj)

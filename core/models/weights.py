@@ -28,8 +28,8 @@ class RandomWeights:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
-        return drawn * std
+        numbers = torch.randn(*shape, generator=self._generator, dtype=torch.float64, device=self._device)
+        return numbers * std
 
     def constant(self, name: str, values: Tensor) -> Tensor:
         return values
@@ -99,13 +99,13 @@ def read_config(folder: Path, dtype: torch.dtype | None) -> HybridConfig:
     path = folder / CONFIG
     content = read_object(path)
     if content.get("model_type") != MODEL_TYPE:
-        named = content.get("model_type")
-        raise ModelFolderError(f"model_type of {path} is {named!r}; accepted: {MODEL_TYPE!r}")
+        model_type = content.get("model_type")
+        raise ModelFolderError(f"model_type of {path} is {model_type!r}; accepted: {MODEL_TYPE!r}")
     names = {field.name: field.default is MISSING for field in fields(HybridConfig)}
-    if strange := sorted(content.keys() - names.keys() - _IGNORED):
-        raise ModelFolderError(f"{path} has {', '.join(strange)}; accepted: {', '.join(names)}")
-    if missing := [name for name, required in names.items() if required and name not in content]:
-        raise ModelFolderError(f"{path} has no {', '.join(missing)}")
+    if unknown_names := sorted(content.keys() - names.keys() - _IGNORED):
+        raise ModelFolderError(f"{path} has {', '.join(unknown_names)}; accepted: {', '.join(names)}")
+    if missing_names := [name for name, required in names.items() if required and name not in content]:
+        raise ModelFolderError(f"{path} has no {', '.join(missing_names)}")
     values = {name: value for name, value in content.items() if name in names}
     stored_dtype = values.get("dtype", "float32")
     if not isinstance(stored_dtype, str) or stored_dtype not in _DTYPES:

@@ -150,7 +150,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next_one(monkeypatch: pytest.M
         broken.setattr(KernelSet, "silu_mul", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             steps.run(row)
-    assert steps.model._step.waiting is None
+    assert steps.model._step.pending_output is None
     assert relative_error(steps.run(row)[0], reference_logits("qwen3_5", text)) < 1e-4
 
 
