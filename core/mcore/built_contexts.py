@@ -84,13 +84,13 @@ def idle_reason(context: Any) -> str:
 def initialize_all_tensors(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Note that the context is built; a warning says why it caches nothing."""
     original(self, *args, **kwargs)
-    if all(each.context is not self for each in built_contexts):
-        built = BuiltContext(self, len(built_contexts) + 1)
-        built_contexts.append(built)
-        if built.idle_reason:
-            _logger.warning("context %d caches no states: %s", built.number, built.idle_reason)
-        elif built.is_short_lived:
-            _logger.warning("context %d: %s", built.number, SHORT_LIVED)
+    if all(built.context is not self for built in built_contexts):
+        context = BuiltContext(self, len(built_contexts) + 1)
+        built_contexts.append(context)
+        if context.idle_reason:
+            _logger.warning("context %d caches no states: %s", context.number, context.idle_reason)
+        elif context.is_short_lived:
+            _logger.warning("context %d: %s", context.number, SHORT_LIVED)
 
 
 @override(DYNAMIC_ENGINE, "_add_request", any_source=True)

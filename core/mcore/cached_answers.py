@@ -25,13 +25,14 @@ class Crossing:
 
 def crossings(context: Any) -> list[Crossing]:
     """The block boundaries that the decode rows of the launched step reach. Reads CPU numbers only."""
-    decode = context.batch_dimensions.decode_req_count
-    if not decode or context.num_speculative_tokens:
+    num_decodes = context.batch_dimensions.decode_req_count
+    if not num_decodes or context.num_speculative_tokens:
         return []  # accepted drafts are not known yet when states could be copied
-    start, size, ids = context.paused_request_count, context.block_size_tokens, context.request_ids
-    before = context.request_kv_length_offsets[start : start + decode].tolist()  # each computes one token
-    ends = enumerate((count + 1 for count in before), start)
-    return [Crossing(row, int(ids[row]), end) for row, end in ends if end % size == 0]
+    start = context.paused_request_count
+    size = context.block_size_tokens
+    lengths = context.request_kv_length_offsets[start : start + num_decodes].tolist()
+    ends = enumerate((length + 1 for length in lengths), start)  # each row computes one token
+    return [Crossing(row, int(context.request_ids[row]), end) for row, end in ends if end % size == 0]
 
 
 def register_block(context: Any, row: int, track: RequestTrack, position: int) -> int:
@@ -42,15 +43,13 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
     if hashes is None or (index and hashes[index - 1] not in kv.kv_hash_to_block_id):
         return -1
     if not adopt_twin(context, row, index, hashes[index]):
-        own = int(context.request_to_kv_block_ids[row, index])
-        kv.register_kv_block_hashes([own], [hashes[index]], [hashes[index - 1] if index else 0])
+        block = int(context.request_to_kv_block_ids[row, index])
+        kv.register_kv_block_hashes([block], [hashes[index]], [hashes[index - 1] if index else 0])
     return int(context.request_to_kv_block_ids[row, index])
 
 
 class AnswerStates:
-    """The states that decode steps reach at block boundaries; with async scheduling, the last token before a
-    boundary becomes known only later: until then the state waits `uncommitted`, in a reserved slot.
-    """
+    """The states that decode steps reach at block boundaries."""
 
     def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan, enabled: bool) -> None:
         """`enabled`: whether answers are cached; if not, no state and no block of a decode is findable."""
@@ -58,16 +57,17 @@ class AnswerStates:
         self._slots = slots
         self._plan = plan
         self._enabled = enabled
+        # In reserved slots: with async scheduling, the last token before a boundary becomes known later.
         self.uncommitted: list[tuple[Crossing, int]] = []
 
     def reached(self) -> dict[int, Crossing]:
         """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
-        context, slots = self._context, self._slots
-        found: dict[int, Crossing] = {}
+        context = self._context
+        slots = self._slots
+        crossing_of_block: dict[int, Crossing] = {}
         tracks = record_of(context).tracks
         if not tracks or not self._enabled:
-            return found
-        slot_of_block, size = slots.cached_states.slot_of_block, context.block_size_tokens
+            return crossing_of_block
         for crossing in crossings(context):
             track = tracks.get(crossing.request_id)
             if track is None:
@@ -75,17 +75,18 @@ class AnswerStates:
             if track.known_tokens >= crossing.position:
                 block = register_block(context, crossing.row, track, crossing.position)
             else:
-                block = int(context.request_to_kv_block_ids[crossing.row, crossing.position // size - 1])
-            lacks_state = block >= 0 and block not in slot_of_block and block not in slots.reserved.values()
-            if lacks_state and self._boundary(crossing) is not None:
-                found[block] = crossing
-        return found
+                index = crossing.position // context.block_size_tokens - 1
+                block = int(context.request_to_kv_block_ids[crossing.row, index])
+            has_slot = block in slots.cached_states.slot_of_block or block in slots.reserved.values()
+            if block >= 0 and not has_slot and self._boundary(crossing) is not None:
+                crossing_of_block[block] = crossing
+        return crossing_of_block
 
     def _boundary(self, crossing: Crossing) -> Boundary | None:
         """What the plan says of the boundary; None where it stores no state there."""
-        stop, size = crossing.position, self._context.block_size_tokens
-        found = checked_boundaries(self._plan, stop - 1, stop, 0, size, 0)
-        return found[0] if found else None
+        stop = crossing.position
+        boundaries = checked_boundaries(self._plan, stop - 1, stop, 0, self._context.block_size_tokens, 0)
+        return boundaries[0] if boundaries else None
 
     def commit(self, written: Sequence[tuple[Crossing, int]]) -> None:
         """Make states in reserved slots findable, of which all tokens are known; the others wait."""
@@ -100,12 +101,16 @@ class AnswerStates:
 
     def commit_known(self) -> None:
         """Make the states findable whose last token has become known."""
-        waiting, self.uncommitted = self.uncommitted, []
+        if not self.uncommitted:
+            return
+        states = self.uncommitted
+        self.uncommitted = []
         tracks = record_of(self._context).tracks
-        ids = self._context.request_ids[: self._context.total_request_count].tolist() if waiting else []
+        ids = self._context.request_ids[: self._context.total_request_count].tolist()
         rows = {request_id: row for row, request_id in enumerate(ids)}
-        for crossing, slot in waiting:
-            track, row = tracks.get(crossing.request_id), rows.get(crossing.request_id)
+        for crossing, slot in states:
+            track = tracks.get(crossing.request_id)
+            row = rows.get(crossing.request_id)
             if track is None or row is None:
                 self._slots.release([slot])
             elif track.known_tokens < crossing.position:
@@ -119,16 +124,16 @@ class AnswerStates:
 
     def remove(self, request_ids: Sequence[int]) -> None:
         """Release the states of these requests whose last tokens are not known: the requests end."""
-        gone = [state for state in self.uncommitted if state[0].request_id in request_ids]
-        self.uncommitted = [state for state in self.uncommitted if state not in gone]
-        self._slots.release([slot for _, slot in gone])
+        ended_states = [state for state in self.uncommitted if state[0].request_id in request_ids]
+        self.uncommitted = [state for state in self.uncommitted if state not in ended_states]
+        self._slots.release([slot for _, slot in ended_states])
 
     def _roll(self, track: RequestTrack, crossing: Crossing, block: int, slot: int) -> None:
         """The newer decode state of a request replaces its older one."""
-        boundary, cached_slot = self._boundary(crossing), self._slots.cached_states.slot_of(block)
-        rolls = cached_slot == slot and boundary is not None and not boundary.is_kept
+        boundary = self._boundary(crossing)
+        is_cached = self._slots.cached_states.slot_of(block) == slot
         self._slots.remove_rolling(track)
-        if rolls:
+        if is_cached and boundary is not None and not boundary.is_kept:
             track.rolling_block = block
 
 
@@ -175,8 +180,8 @@ def release_memory_blocks_from_request_indexes(
     original: Callable[..., None], self: Any, request_indexes: Tensor
 ) -> None:
     """Also release what was reserved for the leaving requests."""
-    leaving = self.request_ids[request_indexes].tolist()
+    request_ids = self.request_ids[request_indexes].tolist()
     if (allocator := getattr(self, "mamba_slot_allocator", None)) is not None:
-        allocator.answers.remove(leaving)
+        allocator.answers.remove(request_ids)
     original(self, request_indexes)
-    record_of(self).remove(leaving)
+    record_of(self).remove(request_ids)

@@ -48,7 +48,7 @@ def ssm_prefill(
     fla's kernels return the state after each sequence, so sequences are computed in pieces that end at the
     checkpoints, on the kernels' chunk grid. A captured graph could not follow the checkpoints.
     """
-    slots, metadata = context.mamba_slot_allocator, context.mamba_metadata
+    slots = context.mamba_slot_allocator
     if not isinstance(slots, MambaSlotAllocator):
         return original(self, projected, conv_state, ssm_state, context)
     if projected.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -56,27 +56,30 @@ def ssm_prefill(
             "use_cuda_graphs_for_non_decode_steps is True; accepted with a gated delta net and a prefix "
             "cache: False"
         )
-    positions = metadata._mambaslots_positions
+    positions = context.mamba_metadata._mambaslots_positions
     if not positions:
         return original(self, projected, conv_state, ssm_state, context)
     layer = context.layer_map[self.layer_number - self.pp_layer_offset - 1]
-    windows, states = slots.intermediate_conv_out[layer], slots.intermediate_ssm_out[layer]
-    host = importlib.import_module(GATED_DELTA_NET.partition(":")[0])
-    convolve, rule = host.causal_conv1d, host.chunk_gated_delta_rule
+    windows = slots.intermediate_conv_out[layer]
+    states = slots.intermediate_ssm_out[layer]
+    starts = context.mamba_metadata._mambaslots_starts
+    module = importlib.import_module(GATED_DELTA_NET.partition(":")[0])
+    convolve = module.causal_conv1d
+    rule = module.chunk_gated_delta_rule
 
-    def causal_conv1d(x: Tensor, **rest: Any) -> Any:
+    def causal_conv1d(x: Tensor, **options: Any) -> Any:
         for row, position in enumerate(positions):
             windows[row].copy_(x[0, position - windows.shape[-1] : position].T)
-        return convolve(x=x, **rest)
+        return convolve(x=x, **options)
 
     def chunk_gated_delta_rule(**inputs: Any) -> tuple[Tensor, Tensor]:
-        output, final, reached = run_in_pieces(rule, inputs, metadata._mambaslots_starts, positions)
+        output, final_states, state_at = run_in_pieces(rule, inputs, starts, positions)
         for row, position in enumerate(positions):
-            states[row].copy_(reached[position])
-        return output, final
+            states[row].copy_(state_at[position])
+        return output, final_states
 
     with mock.patch.multiple(
-        host, causal_conv1d=causal_conv1d, chunk_gated_delta_rule=chunk_gated_delta_rule
+        module, causal_conv1d=causal_conv1d, chunk_gated_delta_rule=chunk_gated_delta_rule
     ):
         return original(self, projected, conv_state, ssm_state, context)
 
@@ -93,26 +96,27 @@ def run_in_pieces(
     pieces of all sequences are one call, then the second pieces of those that have one, and so on.
     """
     packed = {name: inputs.pop(name) for name in ("q", "k", "v", "g", "beta")}
-    initial, _ = inputs.pop("initial_state"), inputs.pop("cu_seqlens")
+    initial = inputs.pop("initial_state")
+    del inputs["cu_seqlens"]
     bounds = [
         [start, *(position for position in positions if start < position < stop), stop]
         for start, stop in pairwise(starts)
     ]
-    final = initial.to(torch.promote_types(initial.dtype, torch.float32), copy=True)
-    reached: dict[int, Tensor] = {}
+    final_states = initial.to(torch.promote_types(initial.dtype, torch.float32), copy=True)
+    state_at: dict[int, Tensor] = {}
     output = torch.zeros_like(packed["v"])
     for piece in range(max(map(len, bounds)) - 1):
         rows = [row for row, bound in enumerate(bounds) if piece + 1 < len(bound)]
         spans = [bounds[row][piece : piece + 2] for row in rows]
         lengths = [0, *(stop - start for start, stop in spans)]
         tokens = torch.cat([torch.arange(start, stop, device=output.device) for start, stop in spans])
-        at = tensor_on(output.device, rows, torch.int64)
+        indices = tensor_on(output.device, rows, torch.int64)
         output[:, tokens], states = rule(
-            **{name: each[:, tokens] for name, each in packed.items()},
+            **{name: tensor[:, tokens] for name, tensor in packed.items()},
             **inputs,
-            initial_state=final[at],
+            initial_state=final_states[indices],
             cu_seqlens=tensor_on(output.device, lengths, torch.int64).cumsum(0),
         )
-        final[at] = states
-        reached |= {stop: state for (_, stop), state in zip(spans, states, strict=True)}
-    return output, final, reached
+        final_states[indices] = states
+        state_at |= {stop: state for (_, stop), state in zip(spans, states, strict=True)}
+    return output, final_states, state_at

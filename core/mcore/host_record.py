@@ -21,9 +21,11 @@ class HostCallError(ValueError, AssertionError):
 
 def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> None:
     """Raise a HostCallError unless each of `lists` that is given has an entry for each block."""
-    for name, listed in lists.items():
-        if listed is not None and len(listed) != len(block_ids):
-            raise HostCallError(f"{name} has {len(listed)} entries; accepted: {len(block_ids)}, as block_ids")
+    for name, entries in lists.items():
+        if entries is not None and len(entries) != len(block_ids):
+            raise HostCallError(
+                f"{name} has {len(entries)} entries; accepted: {len(block_ids)}, as block_ids"
+            )
 
 
 @dataclass
@@ -89,7 +91,8 @@ class HostRecord:
 
     def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
-        start, stop = finished + skipped, finished + length
+        start = finished + skipped
+        stop = finished + length
         self.num_hits += skipped > 0
         spans = self.spans.get(request_id, ())
         self.ledger += TokenLedger.of_step(range(finished, start), range(start, stop), spans, 0, stop)
@@ -142,7 +145,8 @@ class HostStats:
     @classmethod
     def of(cls, record: HostRecord) -> "HostStats":
         """The counts of the context with this record."""
-        ledger, slots = record.ledger, record.slots
+        ledger = record.ledger
+        slots = record.slots
         return cls(
             num_requests=record.num_requests,
             num_hits=record.num_hits,

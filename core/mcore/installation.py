@@ -117,7 +117,8 @@ def install(
         if isinstance(eviction, EvictionPolicy):
             raise refused("eviction", eviction, "its class, called for each context")
     boolean("cache_answers", cache_answers)
-    settings, version = Settings(plan, eviction, cache_answers), _host_version()
+    settings = Settings(plan, eviction, cache_answers)
+    version = _host_version()
     name = version.partition("+")[0]
     overrides = overrides_for(series_of(vars(owner_class(KV_ALLOCATOR))))
     installation = Installation(name, len(overrides), settings)
@@ -145,15 +146,15 @@ def install(
 
 
 def _replace_all(methods: dict[Override, Any]) -> None:
-    own = importlib.import_module("megatron.core.inference.contexts.mamba_slot_allocator")
-    added = {entry: getattr(owner_class(entry.owner), entry.method, None) for entry in ADDITIONS}
-    for entry, method in (methods | added).items():
+    allocator_module = importlib.import_module("megatron.core.inference.contexts.mamba_slot_allocator")
+    additions = {entry: getattr(owner_class(entry.owner), entry.method, None) for entry in ADDITIONS}
+    for entry, method in (methods | additions).items():
         if method is not None:
             _replace(owner_class(entry.owner), entry.method, entry.bound(method))
-    for module in (own, importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])):
+    for module in (allocator_module, importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])):
         _replace(module, "MambaSlotAllocator", HostSlotAllocator)
-    if hasattr(own, "MambaSlotCapacityError"):
-        _replace(own, "MambaSlotCapacityError", HostCapacityError)
+    if hasattr(allocator_module, "MambaSlotCapacityError"):
+        _replace(allocator_module, "MambaSlotCapacityError", HostCapacityError)
 
 
 def _self_test_host(version: str, unknown: list[str]) -> None:
@@ -164,20 +165,20 @@ def _self_test_host(version: str, unknown: list[str]) -> None:
         failures = [f"it does not start ({type(error).__name__}: {error})"]
     methods = "; ".join(unknown)
     if failures:
-        found = ", ".join(failures[:3])
-        raise UnknownHostError(f"megatron-core {version}: {methods}; its self-test fails: {found}")
+        shown_failures = ", ".join(failures[:3])
+        raise UnknownHostError(f"megatron-core {version}: {methods}; its self-test fails: {shown_failures}")
     _logger.warning("megatron-core %s: %s; its self-test passes with what replaces them", version, methods)
 
 
 def _require_same(first: Settings, now: Settings) -> None:
-    names = [each.name for each in fields(Settings)]
-    differing = [name for name in names if getattr(first, name) != getattr(now, name)]
-    if differing:
-        given = ", ".join(f"{name} is {shown(getattr(now, name))}" for name in differing)
-        accepted = ", ".join(f"{name}={shown(getattr(first, name))}" for name in differing)
+    names = [field.name for field in fields(Settings)]
+    names = [name for name in names if getattr(first, name) != getattr(now, name)]
+    if names:
+        new_settings = ", ".join(f"{name} is {shown(getattr(now, name))}" for name in names)
+        accepted = ", ".join(f"{name}={shown(getattr(first, name))}" for name in names)
         raise OtherSettingsError(
-            f"{given}; accepted: {accepted}, with which mambaslots.mcore was installed first, or uninstall() "
-            "before this call"
+            f"{new_settings}; accepted: {accepted}, with which mambaslots.mcore was installed first, or "
+            "uninstall() before this call"
         )
 
 
@@ -189,15 +190,16 @@ def describe_outlook() -> str:
     root = next((root for root in roots if (root / "megatron" / "core").is_dir()), None)
     if root is None:
         return "nothing: megatron-core is not installed"
-    name, (overrides, hashes) = version_of_tree(root), hashes_of_tree(root)
+    name = version_of_tree(root)
+    overrides, hashes = hashes_of_tree(root)
     objections, unknown = unknown_methods(overrides, hashes)
     if objections:
         return f"refuse megatron-core {name}: {'; '.join(objections)}"
     if unknown:
         return f"install on megatron-core {name} if its self-test passes: {'; '.join(unknown)}"
     tested = "tested" if name in TESTED_VERSIONS else f"not tested; tested are {', '.join(TESTED_VERSIONS)}"
-    known = f"the sources of all {len(overrides)} replaced methods are known"
-    return f"install on megatron-core {name} ({tested}): {known}"
+    sources = f"the sources of all {len(overrides)} replaced methods are known"
+    return f"install on megatron-core {name} ({tested}): {sources}"
 
 
 def _host_version() -> str:
@@ -239,10 +241,10 @@ def installed(
     plan: CheckpointPlan | None = None, eviction: PolicyChoice | None = None, cache_answers: bool = True
 ) -> Iterator[Installation]:
     """Installed within the block; see `install`. Where it is installed already, it stays so afterwards."""
-    nested = bool(_replaced)
+    was_installed = bool(_replaced)
     installation = install(plan, eviction, cache_answers)
     try:
         yield installation
     finally:
-        if not nested:
+        if not was_installed:
             uninstall()

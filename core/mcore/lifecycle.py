@@ -27,27 +27,27 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
             "batch_invariant_mode is on, and does not cover Mamba layers: the bits of an answer "
             "depend on where the answer resumed, because decodes round states otherwise than prefills do"
         )
-    host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
+    context_module = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     state = _state_bytes(self)
     scratch = int(self.max_mamba_intermediate_states_per_step)
     affordable = int(mamba_gb * 2**30) // state - scratch if state else INT32_MAX
-    own = max(0, min(INT32_MAX, affordable))
-    slots = own
-    if host.get_pg_size(self.pipeline_parallel_group) > 1:
-        fewest = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
-        least = torch.distributed.ReduceOp.MIN
-        torch.distributed.all_reduce(fewest, op=least, group=self.pipeline_parallel_group)
+    stage_slots = max(0, min(INT32_MAX, affordable))
+    slots = stage_slots
+    group = self.pipeline_parallel_group
+    if context_module.get_pg_size(group) > 1:
+        fewest = torch.tensor(stage_slots, dtype=torch.int64, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=group)
         slots = int(fewest)
     if slots < 1:
         elsewhere = (
-            f", room for {own} durable slots on this pipeline stage, but another stage has room for fewer "
-            "than one"
+            f", room for {stage_slots} durable slots on this pipeline stage, but another stage has room for "
+            "fewer than one"
         )
         raise ValueError(
-            f"prefix_caching_mamba_gb is {mamba_gb}{elsewhere if own else ''}; accepted: enough prefix cache "
-            "budget for the scratch of one step and one durable state, on every pipeline stage"
+            f"prefix_caching_mamba_gb is {mamba_gb}{elsewhere if stage_slots else ''}; accepted: enough "
+            "prefix cache budget for the scratch of one step and one durable state, on every pipeline stage"
         )
-    self.mamba_slot_allocator = host.MambaSlotAllocator(
+    self.mamba_slot_allocator = context_module.MambaSlotAllocator(
         context=self, max_slots=slots, num_mamba_layers=self.num_mamba_layers,
         conv_states_shape=self.mamba_conv_states_shape, ssm_states_shape=self.mamba_ssm_states_shape,
         conv_states_dtype=self.mamba_conv_states_dtype, ssm_states_dtype=self.mamba_ssm_states_dtype,
@@ -65,16 +65,16 @@ def _state_bytes(context: Any) -> int:
 
 
 @override(DYNAMIC_CONTEXT, "reset_metadata", faults=(6, 7))
-def reset_metadata(original: Callable[..., None], self: Any, **named: Any) -> None:
+def reset_metadata(original: Callable[..., None], self: Any, **options: Any) -> None:
     """Forget states wherever the host forgets KV, and pending restores wherever it forgets requests."""
-    original(self, **named)
+    original(self, **options)
     for queue in ("_pending_mamba_restores", "_pending_mamba_zeros"):
         getattr(self, queue, []).clear()
     record_of(self).clear()
     allocator = getattr(self, "mamba_slot_allocator", None)
     if allocator is None:
         return
-    if named.get("preserve_prefix_cache") and self.enable_prefix_caching:
+    if options.get("preserve_prefix_cache") and self.enable_prefix_caching:
         allocator.abort_step()
     else:
         allocator.reset()
@@ -82,10 +82,9 @@ def reset_metadata(original: Callable[..., None], self: Any, **named: Any) -> No
 
 @override(DYNAMIC_CONTEXT, "deallocate_inference_state_buffers", faults=(14,))
 def deallocate_inference_state_buffers(original: Callable[..., None], self: Any) -> None:
-    """Free or offload the durable pool with the host's own buffers: PERSIST keeps it, OFFLOAD moves it to the
-    host, RECOMPUTE frees it. Scratch is freed only where the host builds a new allocator on resume.
-    """
-    allocator, mode = self.mamba_slot_allocator, self.kv_cache_management_mode.name
+    """Free or offload the durable pool with the host's buffers; scratch where it builds a new allocator."""
+    allocator = self.mamba_slot_allocator
+    mode = self.kv_cache_management_mode.name
     was_allocated = self.is_tensor_state_allocated
     original(self)
     if allocator is None or not was_allocated or mode == "PERSIST":
@@ -112,10 +111,10 @@ def reinitialize_inference_state_buffers(original: Callable[..., None], self: An
 @override(MAMBA_METADATA, "allocate_slot", faults=(8,), series=("0.19",))
 @override(MAMBA_METADATA, "batch_allocate_slots", faults=(8,), series=("0.19",))
 def allocate_copied(
-    original: Callable[..., Tensor | None], self: Any, *num_slots: int, **named: int
+    original: Callable[..., Tensor | None], self: Any, *num_slots: int, **options: int
 ) -> Tensor | None:
     """A copy of the slot numbers; the stock methods return a view of the free stack, which changes later."""
-    slots = original(self, *num_slots, **named)
+    slots = original(self, *num_slots, **options)
     return slots if slots is None else slots.clone()
 
 
@@ -123,10 +122,7 @@ def allocate_copied(
 def resume_paused_requests(
     original: Callable[..., Any], self: Any, active_request_count: int, newly_paused_request_ids: Any
 ) -> Any:
-    """Evict unreferenced cached blocks, so that paused requests get the blocks they wait for.
-
-    The stock method counts free blocks alone: where cached blocks fill the pool, a request waits for ever.
-    """
+    """Evict unreferenced blocks for paused requests. Stock counts free ones alone, and may wait for ever."""
     kv = self.kv_block_allocator
     if self.paused_request_count and self.enable_prefix_caching:
         missing = min(self.paused_request_count, int(kv.get_active_avail())) - kv.total_avail

@@ -40,7 +40,8 @@ def checkpoint_rows(
     """The chunk index and the packed position of each offset; every sequence has at least one chunk."""
     lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     first_chunks = accumulate((max(1, ceil_div(length, chunk_size)) for length in lengths), initial=0)
-    chunks, positions = [], []
+    chunks: list[int] = []
+    positions: list[int] = []
     for start, first, row, count in zip(cu_seqlens, first_chunks, offsets, counts, strict=False):
         for offset in row[:count]:
             chunks.append(first + offset // chunk_size - 1)
@@ -58,22 +59,18 @@ def update_intermediate_metadata(
     padded_prefill_count: int,
     cu_seqlens_gpu: Tensor | None = None,
 ) -> None:
-    """Compute the checkpoint rows from CPU numbers, and send them in one copy that does not wait.
-
-    Without a CUDA graph there is no row of padding, so that nothing is launched without a checkpoint.
-    """
+    """Compute the checkpoint rows from CPU numbers, and send them in one copy that does not wait."""
     if cu_seqlens_gpu is None:
         return original(
             self, intermediate_offsets_gpu, intermediate_counts_gpu, real_prefill_count, padded_prefill_count
         )
-    host = importlib.import_module(MAMBA_METADATA.partition(":")[0])
-    offsets, counts = (
-        [] if given is None else given.tolist()
-        for given in (intermediate_offsets_gpu, intermediate_counts_gpu)
-    )
+    module = importlib.import_module(MAMBA_METADATA.partition(":")[0])
+    offsets = [] if intermediate_offsets_gpu is None else intermediate_offsets_gpu.tolist()
+    counts = [] if intermediate_counts_gpu is None else intermediate_counts_gpu.tolist()
     chunks, positions = checkpoint_rows(self._mambaslots_starts, offsets, counts, self.mamba_chunk_size)
-    count, graph = len(chunks), getattr(self, "_mambaslots_graph", True)
-    rows = host.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * padded_prefill_count if graph else count
+    count = len(chunks)
+    has_graph = getattr(self, "_mambaslots_graph", True)  # without one, no row of padding is launched
+    rows = module.MAX_INTERMEDIATE_OFFSETS_PER_REQUEST * padded_prefill_count if has_graph else count
     rows = min(rows, self.max_intermediate_count)
     parts = (
         self._intermediate_real_count_buffer,
@@ -90,8 +87,11 @@ def update_intermediate_metadata(
         numbers[start : start + count] = positions
         numbers[4 : 4 + 2 * count].view(np.int64)[:] = chunks
         sent = packed.to(parts[0].device, non_blocking=True)
-        new = sent[:1], sent[4 : 4 + 2 * rows].view(torch.int64), sent[start:]
-        parts = tuple(part.copy_(values) for part, values in zip(parts, new, strict=True)) if graph else new
+        views = (sent[:1], sent[4 : 4 + 2 * rows].view(torch.int64), sent[start:])
+        if has_graph:
+            parts = tuple(part.copy_(view) for part, view in zip(parts, views, strict=True))
+        else:
+            parts = views
     self.intermediate_real_count, self.intermediate_chunk_indices, self.intermediate_abs_positions = parts
     self.per_request_intermediate_counts = counts
     self._mambaslots_positions = positions
@@ -108,23 +108,19 @@ def ssm_prefill(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     batch_indices: Tensor | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> Tensor:
-    """Keep in the window what a chunk shorter than the convolution leaves of the one before.
-
-    Fixed shapes and no synchronisation, so that it is captured with the rest of a CUDA graph. Outside of a
-    graph nothing is launched unless a chunk is so short.
-    """
-    named = dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, batch_indices=batch_indices, **rest)
+    """Keep in the window what a chunk shorter than the convolution leaves of the one before; never waits."""
+    keywords = dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, batch_indices=batch_indices, **options)
     if conv_state is None or seq_idx is None or cu_seqlens is None or batch_indices is None:
-        return original(self, zxBCdt, conv_state, ssm_state, **named)
-    starts = rest.get("cu_seqlens_list")
+        return original(self, zxBCdt, conv_state, ssm_state, **keywords)
+    starts = options.get("cu_seqlens_list")
     is_long = isinstance(starts, SequenceStarts) and starts.least >= conv_state.shape[-1]
     if is_long and not (conv_state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return original(self, zxBCdt, conv_state, ssm_state, **named)
-    before = conv_state[batch_indices]
-    output = original(self, zxBCdt, conv_state, ssm_state, **named)
-    windows = carried_windows(before, conv_state[batch_indices], cu_seqlens)
+        return original(self, zxBCdt, conv_state, ssm_state, **keywords)
+    windows_before = conv_state[batch_indices]
+    output = original(self, zxBCdt, conv_state, ssm_state, **keywords)
+    windows = carried_windows(windows_before, conv_state[batch_indices], cu_seqlens)
     module = importlib.import_module(MAMBA_MIXER.partition(":")[0])
     module.tensor_masked_update(conv_state, batch_indices, windows)  # leaves rows of index -1 alone
     return output

@@ -48,10 +48,10 @@ class Override:
         replacement = self.replacement
 
         @functools.wraps(original)
-        def method(host: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_on_stock(host):
-                return original(host, *args, **kwargs)
-            return replacement(original, host, *args, **kwargs)
+        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_on_stock(owner):
+                return original(owner, *args, **kwargs)
+            return replacement(original, owner, *args, **kwargs)
 
         method.__doc__ = replacement.__doc__
         return method
@@ -96,48 +96,45 @@ def overrides_for(series: str) -> list[Override]:
 def without_unknown_nets(overrides: Iterable[Override], hashes: Mapping[str, str]) -> list[Override]:
     """The overrides but those of a gated delta net of unknown source, which the host keeps uncached."""
     nets = [entry for entry in overrides if entry.owner == GATED_DELTA_NET]
-    known = all(hashes.get(entry.name) in KNOWN_SOURCES.get(entry.name, ()) for entry in nets)
-    return [entry for entry in overrides if known or entry not in nets]
+    are_known = all(hashes.get(entry.name) in KNOWN_SOURCES.get(entry.name, ()) for entry in nets)
+    return [entry for entry in overrides if are_known or entry not in nets]
 
 
 def hashes_of_tree(root: Path) -> tuple[list[Override], dict[str, str]]:
     """What is replaced in the megatron-core in the folder `root`, and override -> hash of what is there."""
     by_owner = {owner: hashes_in(root, owner) for owner in {entry.owner for entry in REGISTRY}}
     overrides = overrides_for(series_of(by_owner[KV_ALLOCATOR]))
-    found = [entry for entry in overrides if entry.method in by_owner[entry.owner]]
-    return overrides, {entry.name: by_owner[entry.owner][entry.method] for entry in found}
+    present = [entry for entry in overrides if entry.method in by_owner[entry.owner]]
+    return overrides, {entry.name: by_owner[entry.owner][entry.method] for entry in present}
 
 
 def checked_methods(overrides: Iterable[Override], version: str) -> tuple[dict[Override, Any], list[str]]:
     """Override -> the host's own method, and the methods whose sources are unknown."""
-    found = {entry: vars(owner_class(entry.owner)).get(entry.method) for entry in overrides}
-    hashes = {entry.name: source_hash(method) for entry, method in found.items() if method is not None}
-    objections, unknown = unknown_methods(found, hashes)
+    methods = {entry: vars(owner_class(entry.owner)).get(entry.method) for entry in overrides}
+    hashes = {entry.name: source_hash(method) for entry, method in methods.items() if method is not None}
+    objections, unknown = unknown_methods(methods, hashes)
     if objections:
         raise UnknownHostError(f"megatron-core {version}: {'; '.join(objections)}")
-    return {entry: found[entry] for entry in without_unknown_nets(found, hashes)}, unknown
+    return {entry: methods[entry] for entry in without_unknown_nets(methods, hashes)}, unknown
 
 
 def unknown_methods(overrides: Iterable[Override], hashes: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Why a host is refused, and which methods a self-test has to vouch for; `hashes`: name -> hash.
-
-    Refused are missing methods, and unknown ones of `NOT_SELF_TESTED`.
-    """
-    refused: list[str] = []
-    vouched: list[str] = []
+    """Why a host is refused (a method is missing, or not self-tested), and what the self-test vouches for."""
+    objections: list[str] = []
+    self_tested: list[str] = []
     for entry in overrides:
         if entry.owner == GATED_DELTA_NET:
             continue
         digest = hashes.get(entry.name)
         if digest is None:
-            refused.append(f"{entry.name} does not exist")
+            objections.append(f"{entry.name} does not exist")
         elif digest not in KNOWN_SOURCES.get(entry.name, ()):
-            names = refused if entry.name in NOT_SELF_TESTED else vouched
-            names.append(f"{entry.name} is not one we know (source {digest})")
-    return refused, vouched
+            reasons = objections if entry.name in NOT_SELF_TESTED else self_tested
+            reasons.append(f"{entry.name} is not one we know (source {digest})")
+    return objections, self_tested
 
 
-def is_on_stock(host: Any) -> bool:
-    """Whether `host` is a context that was built before, and has the host's own allocator."""
-    slots = host.__dict__.get("mamba_slot_allocator")  # a module's `getattr` is slow where it finds nothing
+def is_on_stock(owner: Any) -> bool:
+    """Whether `owner` is a context that was built before, and has the host's own allocator."""
+    slots = owner.__dict__.get("mamba_slot_allocator")  # a module's `getattr` is slow where it finds nothing
     return slots is not None and not isinstance(slots, MambaSlotAllocator)

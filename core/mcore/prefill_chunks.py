@@ -33,14 +33,17 @@ class HostMatch(NamedTuple):
 
 def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     """Match the next `length` tokens: skip to the deepest committed state that leaves a token to compute."""
-    size, finished = context.block_size_tokens, request.finished_chunk_token_count
-    first, required = ceil_div(finished, size), ceil_div(finished + length, size)
+    size = context.block_size_tokens
+    finished = request.finished_chunk_token_count
+    first = ceil_div(finished, size)
+    required = ceil_div(finished + length, size)
     hashes = request.precomputed_block_hashes[first:required]
     matched: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, hashes))
     if None in matched:
         del matched[matched.index(None) :]
     allocator = getattr(context, "mamba_slot_allocator", None)
-    skip, state_block, resumable = 0, -1, 0
+    skip = resumable = 0
+    state_block = -1
     if matched and allocator is not None and finished % size == 0:
         state_block_of_hash = allocator.hash_to_block_id
         reachable = 0 if _needs_every_token(request) else length - 1
@@ -49,7 +52,8 @@ def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
                 continue
             resumable = resumable or depth
             if depth * size <= reachable:
-                skip, state_block = depth * size, state_block_of_hash[hashes[depth - 1]]
+                skip = depth * size
+                state_block = state_block_of_hash[hashes[depth - 1]]
                 break
     return HostMatch(first, tuple(matched), required, skip, state_block, resumable)
 
@@ -63,17 +67,19 @@ def _needs_every_token(request: Any) -> bool:
 
 def compute_spans(context: Any, record: HostRecord, request: Any, match: HostMatch) -> tuple[Span, ...]:
     """Why each prompt token that is not skipped is computed; `match`: of the request's first chunk."""
-    size, hashes = context.block_size_tokens, request.precomputed_block_hashes
+    size = context.block_size_tokens
+    hashes = request.precomputed_block_hashes
     length = len(request.prompt_tokens)
     allocator = getattr(context, "mamba_slot_allocator", None)
     if allocator is None or _needs_every_token(request) or (not hashes and length >= size):
         return (Span(0, length, "disabled"),)
-    kv_blocks = context.kv_block_allocator.kv_hash_to_block_id
-    rest = range(len(match.matched_blocks), len(hashes))
-    matched = next((d for d in rest if hashes[d] not in kv_blocks), len(hashes))
-    seen = next(
-        (d for d in range(matched, len(hashes)) if not record.kv_ghosts.has(hashes[d], "block")), len(hashes)
-    )
+    block_of_hash = context.kv_block_allocator.kv_hash_to_block_id
+    matched = len(match.matched_blocks)
+    while matched < len(hashes) and hashes[matched] in block_of_hash:
+        matched += 1
+    seen = matched
+    while seen < len(hashes) and record.kv_ghosts.has(hashes[seen], "block"):
+        seen += 1
     depth = match.skip_tokens // size
     return cached_states.compute_spans(
         hashes, num_resumed=depth, num_reachable=max(depth, min(matched, (length - 1) // size)),
@@ -114,17 +120,15 @@ def compute_prefix_match(
 def add_request(
     original: Callable[..., None], self: Any, req: Any, prefill_chunk_length: int | None = None
 ) -> None:
-    """Check capacity before anything changes, restore in every chunk, write no shared block again.
-
-    Matched blocks keep the KV they have: the KV of recomputed tokens goes to the dummy block. Where this
-    chunk completes a block whose prefix is registered, the registered block takes its place.
-    """
+    """Check capacity before anything changes, restore in every chunk, write no shared block again."""
     if not caches_states(self) or not self.is_tensor_state_allocated:
         return original(self, req, prefill_chunk_length)
     length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length
     match = match_chunk(self, req, length)
-    kv, allocator = self.kv_block_allocator, self.mamba_slot_allocator
-    row, finished = self.total_request_count, req.finished_chunk_token_count
+    kv = self.kv_block_allocator
+    allocator = self.mamba_slot_allocator
+    row = self.total_request_count
+    finished = req.finished_chunk_token_count
     record = record_of(self)
     spans = compute_spans(self, record, req, match) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
@@ -158,64 +162,70 @@ def add_request(
 
 def _check_capacity(context: Any, req: Any, match: HostMatch, length: int) -> None:
     """Raise in advance what the host would raise half-way; the matched blocks are held already."""
-    host = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
+    errors = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     if match.new_blocks and not context.kv_block_allocator.is_memory_available(match.new_blocks):
-        raise host.BlockOverflowError(req.request_id)
+        raise errors.BlockOverflowError(req.request_id)
     if context.total_request_count >= context.max_requests:
-        raise host.RequestOverflowError(req.request_id)
+        raise errors.RequestOverflowError(req.request_id)
     if context.active_token_count + length - match.skip_tokens > context.max_tokens:
-        raise host.TokenOverflowError(req.request_id)
+        raise errors.TokenOverflowError(req.request_id)
     if req.finished_chunk_token_count == 0 and context.mamba_metadata.mamba_state_free_slot_count == 0:
-        raise host.ContextOverflowError(req.request_id, "No Mamba slots available")
+        raise errors.ContextOverflowError(req.request_id, "No Mamba slots available")
 
 
 def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
     """Whether the chunk starts inside a registered block, which the chunk must not write."""
-    finished, size = req.finished_chunk_token_count, context.block_size_tokens
-    block, hashes = finished // size, req.precomputed_block_hashes
-    if finished % size == 0 or block >= len(hashes):
+    index, offset = divmod(req.finished_chunk_token_count, context.block_size_tokens)
+    hashes = req.precomputed_block_hashes
+    if offset == 0 or index >= len(hashes):
         return False
-    held = int(context.request_to_kv_block_ids[row, block])
-    return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[block], -1) == held)
+    block = int(context.request_to_kv_block_ids[row, index])
+    return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[index], -1) == block)
 
 
 def _redirect_writes(context: Any, computed: range, first_block: int, stop_block: int) -> None:
     """Send the KV of the newest tokens, positions `computed`, to the dummy block inside these blocks."""
-    size, end = context.block_size_tokens, context.active_token_count
-    start, stop = max(computed.start, first_block * size), min(computed.stop, stop_block * size)
+    start = max(computed.start, first_block * context.block_size_tokens)
+    stop = min(computed.stop, stop_block * context.block_size_tokens)
     if start < stop:
-        tokens = slice(end - computed.stop + start, end - computed.stop + stop)
+        first_token = context.active_token_count - computed.stop  # of the request's position 0
+        tokens = slice(first_token + start, first_token + stop)
         context.token_to_block_idx[tokens] = context.kv_block_allocator.dummy_block_idx
 
 
 def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostMatch) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
-    size, hashes = context.block_size_tokens, req.precomputed_block_hashes
-    first, stop = req.finished_chunk_token_count // size, min(computed.stop // size, len(hashes))
+    size = context.block_size_tokens
+    hashes = req.precomputed_block_hashes
+    first = req.finished_chunk_token_count // size
+    stop = min(computed.stop // size, len(hashes))
     if first == match.first_block:  # the matched blocks, which are registered, come first
         first += len(match.matched_blocks)
     blocks = context.request_to_kv_block_ids[row, first:stop].tolist() if first < stop else ()
-    named = context.kv_block_allocator.kv_hash_to_block_id
-    adopted = False
+    block_of_hash = context.kv_block_allocator.kv_hash_to_block_id
+    has_adopted = False
     for index, block in enumerate(blocks, first):
-        if named.get(hashes[index], block) != block and adopt_twin(context, row, index, hashes[index]):
+        has_twin = block_of_hash.get(hashes[index], block) != block
+        if has_twin and adopt_twin(context, row, index, hashes[index]):
             _redirect_writes(context, computed, index, index + 1)
-            adopted = True
-    return adopted
+            has_adopted = True
+    return has_adopted
 
 
 def adopt_twin(context: Any, row: int, index: int, prefix_hash: int) -> bool:
     """Let the block registered under a hash take the place of the row's own block `index`; whether it did."""
-    kv, table = context.kv_block_allocator, context.request_to_kv_block_ids
-    own, twin = int(table[row, index]), kv.kv_hash_to_block_id.get(prefix_hash, -1)
-    if twin in (-1, own):
+    kv = context.kv_block_allocator
+    table = context.request_to_kv_block_ids
+    block = int(table[row, index])
+    twin = kv.kv_hash_to_block_id.get(prefix_hash, -1)
+    if twin in (-1, block):
         return False
     kv.block_ref_counts[twin] += 1
     kv.update_timestamps(torch.tensor([twin], device="cpu"))
     table[row, index] = twin
-    if int(context.request_last_kv_block_id[row]) == own:
+    if int(context.request_last_kv_block_id[row]) == block:
         context.request_last_kv_block_id[row] = twin
-    kv.release_memory_blocks(torch.tensor([own], dtype=torch.int32, device="cpu"))
+    kv.release_memory_blocks(torch.tensor([block], dtype=torch.int32, device="cpu"))
     return True
 
 
@@ -249,10 +259,7 @@ def set_state_data(
     max_seqlen_q: int,
     max_seqlen_k: int,
 ) -> None:
-    """Bound the query length of prefill kernels by two, at least.
-
-    Flash attention's varlen kernels take the bound 1 for a decode step, and crash on paged KV.
-    """
+    """Bound query lengths of prefills by two: with 1, flash attention's varlen kernels crash on paged KV."""
     original(self, padded_active_request_count, max(2, max_seqlen_q), max_seqlen_k)
 
 
@@ -266,62 +273,61 @@ def register_kv_block_hashes(
 ) -> None:
     """Register blocks whose hash is not registered; the others stay private, or as they are."""
     check_lengths(block_ids, block_hashes=block_hashes, parent_hashes=parent_hashes)
-    named = self.kv_hash_to_block_id
-    first: dict[int, int] = {}
-    for i, prefix_hash in enumerate(block_hashes):
-        if prefix_hash not in named:
-            first.setdefault(prefix_hash, i)
-    chosen = list(first.values())
-    record_of(self.context).new_hashes.update(first)
-    parents = None if parent_hashes is None else [parent_hashes[i] for i in chosen]
-    original(self, [block_ids[i] for i in chosen], [block_hashes[i] for i in chosen], parents)
+    index_of_hash: dict[int, int] = {}  # of the first block with a new hash
+    for index, prefix_hash in enumerate(block_hashes):
+        if prefix_hash not in self.kv_hash_to_block_id:
+            index_of_hash.setdefault(prefix_hash, index)
+    record_of(self.context).new_hashes.update(index_of_hash)
+    indices = index_of_hash.values()
+    parents = None if parent_hashes is None else [parent_hashes[index] for index in indices]
+    original(self, [block_ids[index] for index in indices], list(index_of_hash), parents)
 
 
 @override(DYNAMIC_ENGINE, "schedule_chunked_prefill", any_source=True)
 def schedule_chunked_prefill(original: Callable[[Any], None], self: Any) -> None:
-    """Also schedule prompts behind one that waits.
-
-    A prompt waits a step if another one of the step computes blocks of its prefix. Stock schedules nothing
-    behind the first such prompt. Here those behind it are scheduled that fit in the step whole.
-    """
-    context, waiting = self.context, self.waiting_request_ids
-    record, num_waits = record_of(context), self._prefix_coordination_waits
+    """Also schedule prompts that fit whole behind one that waits for blocks which the step computes."""
+    context = self.context
+    queue = self.waiting_request_ids
+    record = record_of(context)
+    num_waits = self._prefix_coordination_waits
     record.new_hashes.clear()
     original(self)
-    ours = caches_states(context) and not is_on_stock(context)
-    while ours and self._prefix_coordination_waits > num_waits:
-        num_waits, queue = self._prefix_coordination_waits, list(waiting)
-        fitting = _fitting_behind(self, record.new_hashes)
-        record.set_aside = [number for number in queue if number not in fitting]
-        waiting.clear()
-        waiting.extend(fitting)
+    uses_drop_in = caches_states(context) and not is_on_stock(context)
+    while uses_drop_in and self._prefix_coordination_waits > num_waits:
+        num_waits = self._prefix_coordination_waits
+        request_ids = list(queue)
+        fitting_ids = _fitting_behind(self, record.new_hashes)
+        record.set_aside = [number for number in request_ids if number not in fitting_ids]
+        queue.clear()
+        queue.extend(fitting_ids)
         try:
             original(self)
         finally:
             record.set_aside = []
-            scheduled, first = set(fitting).difference(waiting), context.chunked_prefill_request_id
-            waiting.clear()
-            waiting.extend(number for number in queue if number not in scheduled)
-            if first in waiting:  # the host continues it before others
-                waiting.remove(first)
-                waiting.appendleft(first)
+            scheduled_ids = set(fitting_ids).difference(queue)
+            queue.clear()
+            queue.extend(number for number in request_ids if number not in scheduled_ids)
+            first_id = context.chunked_prefill_request_id
+            if first_id in queue:  # the host continues it before others
+                queue.remove(first_id)
+                queue.appendleft(first_id)
 
 
 def _fitting_behind(engine: Any, hashes: set[int]) -> list[int]:
     """Waiting requests without blocks of `hashes`, which fit in the step whole and beside those that wait."""
     context = engine.context
-    found: list[int] = []
-    blocks = 0
+    fitting_ids: list[int] = []
+    num_blocks = 0
     room = context.max_tokens - context.active_token_count
     rows = context.max_requests - context.total_request_count
     for number in islice(engine.waiting_request_ids, min(rows, MAX_COMPARED)):
         req = engine.get_request(number)
         length = len(req.remaining_prompt_tokens)
         match = match_chunk(context, req, length)
-        blocks += match.new_blocks
-        if not context.kv_block_allocator.is_memory_available(blocks):
+        num_blocks += match.new_blocks
+        if not context.kv_block_allocator.is_memory_available(num_blocks):
             break
         if hashes.isdisjoint(req.precomputed_block_hashes) and length - match.skip_tokens <= room:
-            found.append(number)
+            fitting_ids.append(number)
             room -= length - match.skip_tokens
-    return found
+    return fitting_ids

@@ -26,9 +26,9 @@ with warnings.catch_warnings():  # of optional packages that are not here
     _transformer: Any = import_module("megatron.core.transformer.transformer_config")
     import_module("megatron.core.models.gpt.experimental_attention_variant_module_specs")  # as a config does
 
-SERIES = series_of(vars(owner_class(KV_ALLOCATOR)))
-"""Of the megatron-core that is imported."""
-BLOCK, CHUNK, WIDTH = 8, 4, 4
+SERIES = series_of(vars(owner_class(KV_ALLOCATOR)))  # of the megatron-core that is imported
+BLOCK = 8
+CHUNK = WIDTH = 4
 STATE_BYTES = 4 * (WIDTH + 1)
 KV_BLOCK_BYTES = 4 * 2 * BLOCK
 MODES = _config.KVCacheManagementMode
@@ -82,10 +82,10 @@ def tokens(length: int, seed: int) -> list[int]:
     return Random(seed).choices(range(1, 1000), k=length)
 
 
-def expect(what: str, found: object, right: object) -> None:
-    """AssertionError unless `found` equals `right`."""
-    if found != right:
-        raise AssertionError(f"{what}: {found}; expected: {right}")
+def expect(name: str, value: object, expected: object) -> None:
+    """AssertionError unless `value` equals `expected`."""
+    if value != expected:
+        raise AssertionError(f"{name}: {value}; expected: {expected}")
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Running:
 
 
 @dataclass
-class RecurrentHost:
+class RecurrenceDriver:
     """Drives a context step by step, computing states and keys, and checks both after every step."""
 
     context: Any
@@ -108,7 +108,8 @@ class RecurrentHost:
 
     def add(self, prompt: list[int], chunk: int | None = None, hashed: bool = True, **sampling: Any) -> int:
         """Add a request's first chunk; returns its id."""
-        number, self.next_id = self.next_id, self.next_id + 1
+        number = self.next_id
+        self.next_id += 1
         request = _request.DynamicInferenceRequest(
             request_id=number,
             prompt_tokens=torch.tensor(prompt),
@@ -128,11 +129,13 @@ class RecurrentHost:
 
     def add_chunk(self, number: int, chunk: int | None = None) -> None:
         """Add the next chunk, as the engine's scheduler does: of all that remains, or of `chunk` tokens."""
-        running, context = self.running[number], self.context
-        request, before = running.request, context.active_token_count
+        context = self.context
+        running = self.running[number]
+        request = running.request
+        num_tokens = context.active_token_count
         length = request.remaining_prompt_length if chunk is None else chunk
         context.add_request(request, length)
-        running.resumed += length - (context.active_token_count - before)
+        running.resumed += length - (context.active_token_count - num_tokens)
         request.remaining_prompt_tokens = request.remaining_prompt_tokens[length:]
         running.prefilled = not request.remaining_prompt_length
         context.chunked_prefill_request_id = -1
@@ -140,14 +143,13 @@ class RecurrentHost:
             context.chunked_prefill_request_id = number
             request.finished_chunk_token_count += length
 
-    # ---- steps
-
     def step(self, finish: tuple[int, ...] = (), sample: dict[int, int] | None = None) -> Any:
         """One legacy step; `sample` gives the sampled tokens, else they follow from the sequence."""
         context = self.context
         context.initialize_attention_state()
         self._forward(context.token_to_input_ids)
-        context.mamba_slot_allocator and context.mamba_slot_allocator.commit_intermediate_states()
+        if context.mamba_slot_allocator:
+            context.mamba_slot_allocator.commit_intermediate_states()
         self.check()
         ids = self._active()
         sampled = [self._sample(number, sample) for number in ids]
@@ -190,10 +192,11 @@ class RecurrentHost:
     def _forward(self, inputs: torch.Tensor) -> None:
         context: Any = self.context
         metadata: Any = getattr(context, "mamba_metadata", None)
-        view, count = context.gpu_view, context.active_token_count
+        count = context.active_token_count
         ids = inputs[:count].float()
-        blocks, places = view.token_to_block_idx[:count].long(), view.token_to_local_position_within_kv_block
-        context.memory_buffer[0, 0, blocks, places[:count].long(), 0, 0] = ids
+        blocks = context.gpu_view.token_to_block_idx[:count].long()
+        offsets = context.gpu_view.token_to_local_position_within_kv_block[:count].long()
+        context.memory_buffer[0, 0, blocks, offsets, 0, 0] = ids
         if not context.num_mamba_layers:
             return
         dims = context.batch_dimensions
@@ -209,17 +212,17 @@ class RecurrentHost:
         row = 0
         for i in range(dims.prefill_req_count):
             live = int(metadata.batch_indices_prefill[i])
-            start, stop = starts[i], starts[i + 1]
+            start = starts[i]
             state = context.mamba_ssm_states[0, live].clone()
             window = context.mamba_conv_states[0, live].clone()
             for _ in range(metadata.per_request_intermediate_counts[i] if row < len(positions) else 0):
                 expect("the end of a checkpoint's chunk", ends[chunks[row] + 1], positions[row])
-                inside = packed[start : positions[row]]
+                prefix = packed[start : positions[row]]
                 allocator = context.mamba_slot_allocator
-                allocator.intermediate_ssm_out[0, row] = state + inside.sum()
-                allocator.intermediate_conv_out[0, row] = torch.cat([window[0], inside])[-WIDTH:]
+                allocator.intermediate_ssm_out[0, row] = state + prefix.sum()
+                allocator.intermediate_conv_out[0, row] = torch.cat([window[0], prefix])[-WIDTH:]
                 row += 1
-            self._advance(live, packed[start:stop])
+            self._advance(live, packed[start : starts[i + 1]])
         expect("checkpoints of the step", row, len(positions))
 
     def _advance(self, live: int, inputs: torch.Tensor) -> None:
@@ -228,11 +231,9 @@ class RecurrentHost:
         window = context.mamba_conv_states[0, live]
         window[0] = torch.cat([window[0], inputs])[-WIDTH:]
 
-    # ---- the oracle
-
     def check(self) -> None:
         """Live states and KV of all active rows, durable states, and the bookkeeping's integrity."""
-        context, size = self.context, BLOCK
+        context = self.context
         ends = context.request_kv_length_offsets + context.request_query_lengths
         for row in range(context.paused_request_count, context.total_request_count):
             sequence = self.running[int(context.request_ids[row])].sequence[: int(ends[row])]
@@ -244,12 +245,13 @@ class RecurrentHost:
                 expect(f"the window of row {row}", window, ([0.0] * WIDTH + sequence)[-WIDTH:])
             blocks = context.request_to_kv_block_ids[row].tolist()
             for position, token in enumerate(sequence):
-                key = context.memory_buffer[0, 0, blocks[position // size], position % size, 0, 0]
+                key = context.memory_buffer[0, 0, blocks[position // BLOCK], position % BLOCK, 0, 0]
                 expect(f"the key of row {row} at position {position}", float(key), token)
         self.check_cache()
 
     def check_cache(self) -> None:
-        kv, slots = self.context.kv_block_allocator, self.context.mamba_slot_allocator
+        kv = self.context.kv_block_allocator
+        slots = self.context.mamba_slot_allocator
         for key, block in kv.kv_hash_to_block_id.items():
             expect(f"the hash of block {block}", int(kv.block_hashes[block]), key)
         if hasattr(slots, "check_integrity"):
@@ -259,10 +261,11 @@ class RecurrentHost:
 
     def check_idle(self) -> None:
         """Nothing is held once every request is gone."""
-        context, slots = self.context, self.context.mamba_slot_allocator.slots
-        free = context.mamba_metadata.mamba_state_free_slot_count
+        context = self.context
+        slots = context.mamba_slot_allocator.slots
+        num_free = context.mamba_metadata.mamba_state_free_slot_count
         expect("requests", context.total_request_count, 0)
         expect("references to blocks", int(context.kv_block_allocator.block_ref_counts.sum()), 0)
-        expect("free live slots", free, context.max_requests)
+        expect("free live slots", num_free, context.max_requests)
         expect("pinned and reserved slots", (slots.pins, slots.reserved), ({}, {}))
         self.check_cache()

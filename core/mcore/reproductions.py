@@ -14,97 +14,101 @@ from unittest import mock
 
 import torch
 
-from .recurrence import BLOCK, KV_BLOCK_BYTES, MODES, RecurrentHost, expect, make_context, tokens
+from .recurrence import BLOCK, KV_BLOCK_BYTES, MODES, RecurrenceDriver, expect, make_context, tokens
 
 PROMPT = tokens(3 * BLOCK + 2, seed=1)
 
 
 def a_length_of_1_mod_block() -> None:
-    host, prompt = RecurrentHost(make_context()), PROMPT[: 2 * BLOCK + 1]
-    expect("resumed", [host.serve(prompt)[0] for _ in range(2)], [0, 2 * BLOCK])
-    host.check_idle()
+    driver = RecurrenceDriver(make_context())
+    expect("resumed", [driver.serve(PROMPT[: 2 * BLOCK + 1])[0] for _ in range(2)], [0, 2 * BLOCK])
+    driver.check_idle()
 
 
 def kv_without_a_state() -> None:
-    host, prompt = RecurrentHost(make_context()), tokens(6 * BLOCK, seed=2)
-    slots = host.context.mamba_slot_allocator
-    host.serve(prompt)
+    driver = RecurrenceDriver(make_context())
+    prompt = tokens(6 * BLOCK, seed=2)
+    slots = driver.context.mamba_slot_allocator
+    driver.serve(prompt)
     for block in list(slots.hash_to_block_id.values()):
         slots.invalidate_block(block)
-    expect("resumed", host.serve(prompt + PROMPT[:3], chunk=2 * BLOCK)[0], 0)
-    expect("resumed", host.serve(prompt + PROMPT[:3])[0], 6 * BLOCK)
-    host.check_idle()
+    expect("resumed", driver.serve(prompt + PROMPT[:3], chunk=2 * BLOCK)[0], 0)
+    expect("resumed", driver.serve(prompt + PROMPT[:3])[0], 6 * BLOCK)
+    driver.check_idle()
 
 
 def a_prefix_that_is_registered_twice() -> None:
-    host = RecurrentHost(make_context())
-    host.serve(PROMPT)
-    kv = host.context.kv_block_allocator
-    before = dict(kv.kv_hash_to_block_id)
-    kv.register_kv_block_hashes([40], [next(iter(before))], [0])
-    expect("registered blocks", kv.kv_hash_to_block_id, before)
+    driver = RecurrenceDriver(make_context())
+    driver.serve(PROMPT)
+    kv = driver.context.kv_block_allocator
+    block_of_hash = dict(kv.kv_hash_to_block_id)
+    kv.register_kv_block_hashes([40], [next(iter(block_of_hash))], [0])
+    expect("registered blocks", kv.kv_hash_to_block_id, block_of_hash)
 
 
 def a_reset() -> None:
-    host = RecurrentHost(make_context())
-    host.serve(PROMPT)
-    host.add(PROMPT)
-    host.context.reset_metadata()
-    host.running.clear()
-    expect("resumed", [host.serve(PROMPT)[0] for _ in range(2)], [0, 3 * BLOCK])
-    host.check_idle()
+    driver = RecurrenceDriver(make_context())
+    driver.serve(PROMPT)
+    driver.add(PROMPT)
+    driver.context.reset_metadata()
+    driver.running.clear()
+    expect("resumed", [driver.serve(PROMPT)[0] for _ in range(2)], [0, 3 * BLOCK])
+    driver.check_idle()
 
 
 def a_request_that_does_not_fit() -> None:
-    host = RecurrentHost(make_context(max_requests=1))
-    host.serve(PROMPT)
-    number = host.add(tokens(BLOCK + 5, seed=3))
-    before = host.context.kv_block_allocator.block_ref_counts.tolist()
+    driver = RecurrenceDriver(make_context(max_requests=1))
+    driver.serve(PROMPT)
+    number = driver.add(tokens(BLOCK + 5, seed=3))
+    references = driver.context.kv_block_allocator.block_ref_counts.tolist()
     errors = []
     try:
-        host.add(PROMPT)
+        driver.add(PROMPT)
     except Exception as error:
         errors = [type(error).__name__]
     expect("errors", errors, ["RequestOverflowError"])
-    expect("references", host.context.kv_block_allocator.block_ref_counts.tolist(), before)
-    host.step(finish=(number,))
-    host.check_idle()
+    expect("references", driver.context.kv_block_allocator.block_ref_counts.tolist(), references)
+    driver.step(finish=(number,))
+    driver.check_idle()
 
 
 def suspend_and_resume() -> None:
     for mode, resumed in ((MODES.RECOMPUTE, 0), (MODES.OFFLOAD, 3 * BLOCK)):
-        host = RecurrentHost(make_context(kv_cache_management_mode=mode))
-        host.serve(PROMPT)
-        host.context.deallocate_inference_state_buffers()
-        host.context.reinitialize_inference_state_buffers()
-        expect("resumed", [host.serve(PROMPT)[0] for _ in range(2)], [resumed, 3 * BLOCK])
-        host.check_idle()
+        driver = RecurrenceDriver(make_context(kv_cache_management_mode=mode))
+        driver.serve(PROMPT)
+        driver.context.deallocate_inference_state_buffers()
+        driver.context.reinitialize_inference_state_buffers()
+        expect("resumed", [driver.serve(PROMPT)[0] for _ in range(2)], [resumed, 3 * BLOCK])
+        driver.check_idle()
 
 
 def the_end_of_a_chunk() -> None:
-    host, prompt = RecurrentHost(make_context()), tokens(4 * BLOCK + 3, seed=4)
-    host.serve(prompt, chunk=2 * BLOCK)
-    expect("resumed", host.serve(prompt[: 2 * BLOCK] + PROMPT[:5])[0], 2 * BLOCK)
+    driver = RecurrenceDriver(make_context())
+    prompt = tokens(4 * BLOCK + 3, seed=4)
+    driver.serve(prompt, chunk=2 * BLOCK)
+    expect("resumed", driver.serve(prompt[: 2 * BLOCK] + PROMPT[:5])[0], 2 * BLOCK)
 
 
 def an_answer_that_is_sent_again() -> None:
-    host = RecurrentHost(make_context())
-    _, said = host.serve(PROMPT, new_tokens=3 * BLOCK)
-    resumed, _ = host.serve(said + PROMPT[:3])
+    driver = RecurrenceDriver(make_context())
+    _, sequence = driver.serve(PROMPT, new_tokens=3 * BLOCK)
+    resumed, _ = driver.serve(sequence + PROMPT[:3])
     boundary = 3 * BLOCK if resumed <= 3 * BLOCK else 6 * BLOCK  # answers may not be cached
     expect("resumed", resumed, boundary)
-    host.check_idle()
+    driver.check_idle()
 
 
 def requests_that_pause() -> None:
-    host = RecurrentHost(make_context(blocks=14, slots=4, paused_buffer_size_gb=3 * KV_BLOCK_BYTES / 2**30))
+    driver = RecurrenceDriver(
+        make_context(blocks=14, slots=4, paused_buffer_size_gb=3 * KV_BLOCK_BYTES / 2**30)
+    )
     for seed in range(4):
-        host.add(tokens(BLOCK + 3, seed=seed))
+        driver.add(tokens(BLOCK + 3, seed=seed))
     for _ in range(4 * BLOCK):
-        host.step()
-    while host.running:
-        host.step(finish=tuple(host._active()))
-    host.check_idle()
+        driver.step()
+    while driver.running:
+        driver.step(finish=tuple(driver._active()))
+    driver.check_idle()
 
 
 REPRODUCTIONS = (
@@ -116,7 +120,7 @@ REPRODUCTIONS = (
 
 def failures() -> list[str]:
     """For each reproduction that goes wrong with what is installed: its name, and how."""
-    found = []
+    messages = []
     with _on_cpu():
         for reproduction in REPRODUCTIONS:
             try:
@@ -124,8 +128,8 @@ def failures() -> list[str]:
             except Exception as error:
                 words = " ".join(str(error).split())[:200]
                 name = reproduction.__name__.replace("_", " ")
-                found.append(f"{name} ({type(error).__name__}{words and ': ' + words})")
-    return found
+                messages.append(f"{name} ({type(error).__name__}{words and ': ' + words})")
+    return messages
 
 
 @contextmanager

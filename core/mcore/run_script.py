@@ -84,10 +84,12 @@ def _interpret_without_cuda(speaks: bool) -> None:
 @contextmanager
 def _log_to_stderr(level: int) -> Iterator[None]:
     """Show our own log lines once, whatever logging the script sets up."""
-    logger, handler = logging.getLogger(__package__), logging.StreamHandler()
+    logger = logging.getLogger(__package__)
+    handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("mambaslots.mcore: %(message)s"))
     handler.setLevel(level)
-    before = logger.level, logger.propagate
+    level_before = logger.level
+    propagate_before = logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -95,15 +97,12 @@ def _log_to_stderr(level: int) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.setLevel(level_before)
+        logger.propagate = propagate_before
 
 
 def _say(line: str) -> None:
     print(f"mambaslots.mcore: {line}", file=sys.stderr, flush=True)
-
-
-# ---- the report
 
 
 def described(contexts: Sequence[BuiltContext]) -> list[str]:
@@ -118,7 +117,8 @@ def described(contexts: Sequence[BuiltContext]) -> list[str]:
 
 
 def _described(context: BuiltContext) -> list[str]:
-    name, stats = f"context {context.number}", context.stats
+    name = f"context {context.number}"
+    stats = context.stats
     if context.idle_reason:
         return [f"{name} cached no states: {context.idle_reason}"]
     if not stats.num_requests:
@@ -147,8 +147,8 @@ def as_dict(
         "rank": rank,
         "exit_code": exit_code,
         "contexts": [
-            {"number": each.number, "idle_reason": each.idle_reason or None, "hit_rate": each.stats.hit_rate}
-            | asdict(each.stats)
-            for each in contexts
+            {"number": context.number, "idle_reason": context.idle_reason or None}
+            | {"hit_rate": context.stats.hit_rate, **asdict(context.stats)}
+            for context in contexts
         ],
     }

@@ -88,10 +88,10 @@ class HostSlotAllocator(MambaSlotAllocator):
     def _host_settings(self) -> HostSettings:
         """With what `install` was called with; the live states may be on the device of tensors to come."""
         context = self.context
-        absent = getattr(context, "mamba_ssm_states", None) is None
-        device = torch.device(torch.cuda.current_device()) if absent else device_of(context)
-        stated = getattr(context, "prefix_caching_eviction_policy", "lru")
-        policy: Any = self.settings.eviction or getattr(stated, "value", stated)
+        is_absent = getattr(context, "mamba_ssm_states", None) is None
+        device = torch.device(torch.cuda.current_device()) if is_absent else device_of(context)
+        host_policy = getattr(context, "prefix_caching_eviction_policy", "lru")
+        policy: Any = self.settings.eviction or getattr(host_policy, "value", host_policy)
         if isinstance(policy, str):  # "ref_zero" is about KV blocks
             policy = "lru" if policy.lower() == "ref_zero" else policy.lower()
         return HostSettings(policy, self.settings.plan, _kernel_grid(context), device)
@@ -101,12 +101,10 @@ class HostSlotAllocator(MambaSlotAllocator):
         engine = self._record.engine()
         if engine is None or num_known >= len(req.precomputed_block_hashes):
             return 0
-        waiting = islice(chain(engine.waiting_request_ids, self._record.set_aside), MAX_COMPARED)
-        others = [engine.get_request(number) for number in waiting if number != req.request_id]
-        waiting_hashes = [other.precomputed_block_hashes for other in others]
+        waiting_ids = islice(chain(engine.waiting_request_ids, self._record.set_aside), MAX_COMPARED)
+        requests = [engine.get_request(number) for number in waiting_ids if number != req.request_id]
+        waiting_hashes = [request.precomputed_block_hashes for request in requests]
         return best_shared_depth(req.precomputed_block_hashes, waiting_hashes, num_known) * self._block_size
-
-    # ---- restores and checkpoints
 
     def get_intermediate_cpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """See the base; a step without a CUDA graph needs no rows of padding."""
@@ -120,26 +118,20 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._restore_pins.append(slot)
 
     def restore_batch(self, pending: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of (block, live slot) pairs in one call, and unpin them.
-
-        RuntimeError, with nothing copied, where a block has no state: its tokens were skipped already.
-        """
+        """Copy the states of (block, live slot) pairs in one call, and unpin them; none where one is gone."""
         slots = [self.get_slot(block) for block, _ in pending]
         if min(slots) < 0:
             missing = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
             raise RuntimeError(f"blocks {missing} were to be restored, and have no state")
         for slot in slots:
             self.slots.cached_states.record_use(slot)
-        live = [live for _, live in pending]
-        self._host_states.restore(slots, live)
+        self._host_states.restore(slots, [live for _, live in pending])
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
         for slot in self._restore_pins:
             self.slots.unpin(slot)
         self._restore_pins.clear()
-
-    # ---- slots of the host's own calls, and hashes
 
     def allocate_slots_batch(self, block_ids: list[int]) -> list[int]:
         """See the base; HostCapacityError, with nothing changed, where 0.20's own would not free so many."""
@@ -150,48 +142,48 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _evict_as_host(self, blocks: Sequence[int]) -> None:
         """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
-        kv, slot_of_block = self.context.kv_block_allocator, self.slots.cached_states.slot_of_block
+        kv = self.context.kv_block_allocator
+        slot_of_block = self.slots.cached_states.slot_of_block
         required = len({block for block in blocks if block not in slot_of_block})
         missing = required - self.free_count
         if missing <= 0:
             return
-        fixed = {*self.slots.pins, *map(slot_of_block.get, blocks)}
-        block_of = {slot: block for block, slot in slot_of_block.items() if slot not in fixed}
-        listed = torch.tensor(list(block_of.values()), dtype=torch.int64, device="cpu")
-        holders = kv.block_ref_counts[listed].tolist()
-        block_of = {slot: block_of[slot] for slot, held in zip(block_of, holders, strict=True) if not held}
-        if len(block_of) < missing:
-            raise HostCapacityError(required, len(block_of) + self.free_count)
+        fixed_slots = {*self.slots.pins, *map(slot_of_block.get, blocks)}
+        candidates = [block for block, slot in slot_of_block.items() if slot not in fixed_slots]
+        ref_counts = kv.block_ref_counts[torch.tensor(candidates, dtype=torch.int64, device="cpu")].tolist()
+        counted = zip(candidates, ref_counts, strict=True)
+        block_of_slot = {slot_of_block[block]: block for block, count in counted if not count}
+        if len(block_of_slot) < missing:
+            raise HostCapacityError(required, len(block_of_slot) + self.free_count)
         committed = set(slot_of_block.values())
-        victims = self.slots.next_victims(len(block_of), committed.difference(block_of))
+        victims = self.slots.next_victims(len(block_of_slot), committed.difference(block_of_slot))
         if self.settings.eviction is None and hasattr(kv, "block_timestamps"):
-            victims.sort(key=lambda slot: int(kv.block_timestamps[block_of[slot]]))
+            victims.sort(key=lambda slot: int(kv.block_timestamps[block_of_slot[slot]]))
         self.slots.evict(missing, committed.difference(victims[:missing]))
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """See the base; a block without a slot gets one with a zero state, where a slot is free."""
-        blocks, hashes = self._checked_blocks(block_ids), integers("hashes", hashes)
+        blocks = self._checked_blocks(block_ids)
+        hashes = integers("hashes", hashes)
         check_lengths(blocks, hashes=hashes)
         slot_of_block = self.slots.cached_states.slot_of_block
-        named = list(zip(blocks, hashes, strict=True))
-        lacking = [b for b, prefix_hash in named if b not in slot_of_block and prefix_hash > 0]
-        if lacking:
+        hashed_blocks = list(zip(blocks, hashes, strict=True))
+        slotless = [b for b, prefix_hash in hashed_blocks if b not in slot_of_block and prefix_hash > 0]
+        if slotless:
             reserved = self.slots.reserved.values()
-            stateless = [b for b in dict.fromkeys(lacking) if b not in reserved][: self.free_count]
+            stateless = [b for b in dict.fromkeys(slotless) if b not in reserved][: self.free_count]
             if stateless:
                 _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
                 slots = self.slots.allocate_committed(stateless)
                 for tensor in self._host_states.durable:
                     tensor[:, slots] = 0
-            hashes = [prefix_hash for b, prefix_hash in named if b in slot_of_block]
+            hashes = [prefix_hash for b, prefix_hash in hashed_blocks if b in slot_of_block]
             blocks = [b for b in blocks if b in slot_of_block]  # one without a slot is not found
         super().register_block_hashes_batch(blocks, hashes)
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
         super().on_kv_blocks_deregistered(block_ids_list, hashes_to_delete)
         self._record.kv_ghosts.add_all(hashes_to_delete, "block")
-
-    # ---- after the step
 
     def commit_intermediate_states(self) -> None:
         """See the base; decode rows that reached a boundary have their states committed, too."""
@@ -206,28 +198,27 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._record.num_dropped = self.num_dropped
 
     def _commit(self, written: WrittenStates) -> None:
-        blocks, reached = {*written.inner_blocks, *written.end_blocks}, self.answers.reached()
-        crossed = [(block, crossing) for block, crossing in reached.items() if block not in blocks]
-        if not crossed:
+        prompt_blocks = {*written.inner_blocks, *written.end_blocks}
+        crossing_of_block = self.answers.reached()
+        blocks = [block for block in crossing_of_block if block not in prompt_blocks]
+        if not blocks:
             super()._commit(written)
             return
-        tree = self.slots.tree
-        tracks = [self._record.tracks[crossing.request_id] for _, crossing in crossed]
-        self.slots.remove_rolling_states(tracks, len(crossed) + len(blocks))
-        room = max(0, self.slots.num_available - len(blocks))  # the states of prompts come first
-        self.slots.cached_states.remember_refused([tree.hash_of(block) for block, _ in crossed[room:]])
-        self.num_dropped += len(crossed[room:])
-        del crossed[room:]
-        slots = self.slots.reserve_slots([block for block, _ in crossed])
+        tracks = [self._record.tracks[crossing_of_block[block].request_id] for block in blocks]
+        self.slots.remove_rolling_states(tracks, len(blocks) + len(prompt_blocks))
+        room = max(0, self.slots.num_available - len(prompt_blocks))  # the states of prompts come first
+        self.slots.cached_states.remember_refused(list(map(self.slots.tree.hash_of, blocks[room:])))
+        self.num_dropped += len(blocks[room:])
+        del blocks[room:]
+        slots = self.slots.reserve_slots(blocks)
+        crossings = [crossing_of_block[block] for block in blocks]
         try:
-            self.store_from_live_batch(slots, [crossing.row for _, crossing in crossed])
+            self.store_from_live_batch(slots, [crossing.row for crossing in crossings])
             super()._commit(written)
         except BaseException:
             self.slots.release(slots)
             raise
-        self.answers.commit([(crossing, slot) for (_, crossing), slot in zip(crossed, slots, strict=True)])
-
-    # ---- lifetime
+        self.answers.commit(list(zip(crossings, slots, strict=True)))
 
     def abort_step(self) -> None:
         """The rows of the host are gone: nothing planned, pinned or reserved for them remains."""
@@ -243,8 +234,6 @@ class HostSlotAllocator(MambaSlotAllocator):
         super()._clear_planned()
         self.answers.uncommitted.clear()
 
-    # ---- the pool while the host is suspended
-
     def deallocate_pool(self) -> None:
         """Forget every state and free the durable tensors; scratch stays, because graphs may write it."""
         self.reset()
@@ -258,21 +247,22 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     @torch.inference_mode(False)  # others than inference tensors can be written anywhere
     def offload_pool(self) -> None:
-        """Move the durable tensors to host memory; synchronises."""
-        own = self._host_states.durable
-        backup = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda).copy_(each) for each in own]
-        self._backup = ConvAndSsm(*backup)
+        """Move the durable tensors to the CPU's memory; synchronises."""
+        copies = [
+            torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+            for tensor in self._host_states.durable
+        ]
+        self._backup = ConvAndSsm(*copies)
         self._host_states.durable = self._host_states.zeros(0)
 
     @torch.inference_mode(False)
     def allocate_pool(self) -> None:
         """Allocate the durable tensors again, offloaded or zero. A call that raises can be repeated."""
         if self.ssm_states.shape[1] != self.max_slots:
-            host_states, backup = self._host_states, self._backup
             device = self.ssm_states.device
-            host_states.durable = (
-                host_states.zeros(self.max_slots)
-                if backup is None
-                else ConvAndSsm(backup.conv.to(device), backup.ssm.to(device))
+            self._host_states.durable = (
+                self._host_states.zeros(self.max_slots)
+                if self._backup is None
+                else ConvAndSsm(self._backup.conv.to(device), self._backup.ssm.to(device))
             )
         self._backup = None

@@ -13,7 +13,8 @@ from ..parallel_groups import ParallelGroups
 from .overrides import override
 from .versions import DYNAMIC_CONTEXT, STATE_CONFIG
 
-_RECURRENT, _ATTENTION = "MG", frozenset("*D")  # megatron-core's layer letters; D is sparse attention
+_RECURRENT = "MG"  # megatron-core's layer letters; D is sparse attention
+_ATTENTION = frozenset("*D")
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,10 @@ def _gathered_stages(config: Any, group: Any) -> list[Stage]:
     if group is None:
         return [Stage.of(config)]
     try:
-        here: Any = Stage.of(config)
+        own_stage: Any = Stage.of(config)
     except Exception as error:
-        here = f"{type(error).__name__}: {error}"
-    stages = ParallelGroups(pipeline=group).gather(here)
+        own_stage = f"{type(error).__name__}: {error}"
+    stages = ParallelGroups(pipeline=group).gather(own_stage)
     for number, stage in enumerate(stages):
         if isinstance(stage, str):
             raise ValueError(f"pipeline stage {number} has an unusable configuration: {stage}")

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from mambaslots.mcore.recurrence import RecurrentHost
+from mambaslots.mcore.recurrence import RecurrenceDriver
 
 
-class AsyncHost(RecurrentHost):
+class AsyncHost(RecurrenceDriver):
     """Drives a context as the engine does with async scheduling."""
 
     def overlapped_step(self, finish: tuple[int, ...] = ()) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import mambaslots.mcore
 import mcore_rig
 import torch
-from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrenceDriver, make_context, tokens
 from mcore_rig import cpu_as_gpu, free_blocks, num_blocks
 from megatron.core import parallel_state
 
@@ -54,7 +54,7 @@ REFUSED: dict[str, Options] = {
 
 
 @dataclass
-class Watched(RecurrentHost):
+class Watched(RecurrenceDriver):
     """Notes before every step what stages must have in common."""
 
     seen: list[Any] = field(default_factory=list)

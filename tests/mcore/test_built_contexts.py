@@ -12,7 +12,7 @@ import megatron.core
 import pytest
 from mambaslots.mcore.built_contexts import built_contexts, idle_reason
 from mambaslots.mcore.overrides import REGISTRY
-from mambaslots.mcore.recurrence import BLOCK, MODES, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, MODES, RecurrenceDriver, make_context, tokens
 from mambaslots.mcore.run_script import as_dict, described
 from mcore_rig import cpu_as_gpu
 
@@ -85,7 +85,7 @@ def test_every_context_is_reported_and_one_that_is_gone_keeps_its_counts() -> No
     with mambaslots.mcore.installed() as installation:
         assert described(built_contexts)[0].startswith("no DynamicInferenceContext was built")
         for number in (1, 2, 3):
-            host = RecurrentHost(make_context())
+            host = RecurrenceDriver(make_context())
             for _ in range(number - 1):
                 host.serve(prompt)
         before = mambaslots.mcore.stats(host.context)
@@ -109,7 +109,7 @@ def test_every_context_is_reported_and_one_that_is_gone_keeps_its_counts() -> No
 
 def test_a_context_that_resumes_is_counted_once() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+        host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
         host.serve(tokens(2 * BLOCK, seed=1))
         host.context.deallocate_inference_state_buffers()
         host.context.reinitialize_inference_state_buffers()
@@ -125,7 +125,7 @@ def test_a_context_that_resumes_is_counted_once() -> None:
 def test_a_context_refuses_to_serve_once_the_drop_in_is_out() -> None:
     prompt = tokens(3 * BLOCK + 1, seed=1)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         assert [host.serve(prompt)[0] for _ in range(2)] == [0, 3 * BLOCK]
         host.add(prompt)
     for serve in (lambda: host.add(prompt), host.step):
@@ -138,7 +138,7 @@ def test_a_context_refuses_to_serve_once_the_drop_in_is_out() -> None:
 def test_without_the_refusal_stock_would_compute_wrong_states_from_our_cache() -> None:
     prompt = tokens(3 * BLOCK + 1, seed=1)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
     for name in ("add_request", "initialize_attention_state"):
         delattr(host.context, name)
@@ -148,10 +148,10 @@ def test_without_the_refusal_stock_would_compute_wrong_states_from_our_cache() -
 
 def test_contexts_that_were_built_before_and_after_serve_on() -> None:
     prompt = tokens(BLOCK + 3, seed=1)
-    before = RecurrentHost(make_context())
+    before = RecurrenceDriver(make_context())
     with mambaslots.mcore.installed():
         before.serve(prompt)
-    after = RecurrentHost(make_context())
+    after = RecurrenceDriver(make_context())
     for host in (before, after):
         assert host.serve(prompt)[0] in (0, BLOCK)
     assert not built_contexts

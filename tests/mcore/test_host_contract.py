@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrenceDriver, make_context, tokens
 from mcore_rig import cpu_as_gpu
 
 
@@ -50,7 +50,7 @@ def test_a_host_can_say_that_states_are_pending() -> None:
     assert slots._has_intermediates is False
     slots._has_intermediates = True
     assert slots._has_intermediates is True
-    host = RecurrentHost(context)
+    host = RecurrenceDriver(context)
     host.serve(tokens(2 * BLOCK, seed=1))
     assert slots._has_intermediates is False
 

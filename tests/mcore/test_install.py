@@ -21,7 +21,7 @@ from mambaslots.mcore.__main__ import main
 from mambaslots.mcore.built_contexts import built_contexts
 from mambaslots.mcore.installation import describe_outlook
 from mambaslots.mcore.overrides import NOT_SELF_TESTED, REGISTRY, Override, overrides_for, owner_class
-from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, MODES, SERIES, RecurrenceDriver, make_context, tokens
 from mambaslots.mcore.reproductions import REPRODUCTIONS
 from mambaslots.mcore.slot_allocator import HostSlotAllocator
 from mcore_rig import cpu_as_gpu
@@ -72,7 +72,7 @@ def test_installing_again_with_the_same_settings_changes_nothing() -> None:
         assert mambaslots.mcore.install(plan, "lru") == outer
         assert host_methods() == during
         assert [built.context for built in built_contexts] == [context]
-        host = RecurrentHost(context)
+        host = RecurrenceDriver(context)
         assert [host.serve(tokens(BLOCK + 1, seed=1))[0] for _ in range(2)] == [0, BLOCK]
     assert host_methods() == before
     with pytest.raises(RuntimeError, match="not installed"):
@@ -150,7 +150,7 @@ class EveryBlock(ms.CheckpointPlan):
 def test_a_plan_of_ones_own_says_which_states_are_stored() -> None:
     prompt = tokens(3 * BLOCK + 2, seed=1)
     with mambaslots.mcore.installed(plan=EveryBlock()):
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
         assert host.context.mamba_slot_allocator.slots.counts.committed == 3
         assert host.serve(prompt[: BLOCK + 1])[0] == BLOCK
@@ -195,7 +195,7 @@ def test_a_plan_that_does_not_fit_the_block_is_refused(interval: str) -> None:
 @pytest.mark.parametrize("mode", [MODES.PERSIST, MODES.OFFLOAD, MODES.RECOMPUTE])
 def test_a_context_that_exists_stays_on_stock_until_it_is_built_anew(mode: Any) -> None:
     prompt = tokens(3 * BLOCK + 2, seed=1)
-    host = RecurrentHost(make_context(kv_cache_management_mode=mode))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=mode))
     number = host.add(prompt)
     host.step()
     with mambaslots.mcore.installed():
@@ -284,7 +284,7 @@ def test_sources_that_are_not_known_are_accepted_where_the_faults_are_gone(
     with mambaslots.mcore.installed(plan):
         assert HostSlotAllocator.settings.plan == plan
         assert built_contexts == []
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         assert [host.serve(tokens(BLOCK + 1, seed=1))[0] for _ in range(2)] == [0, BLOCK]
     (record,) = caplog.records
     assert record.getMessage().endswith("its self-test passes with what replaces them")

@@ -10,7 +10,7 @@ import torch
 from mambaslots.inference.contexts.hosts import states as host_states
 from mambaslots.mcore import mixer
 from mambaslots.mcore.mixer import SequenceStarts, carried_windows
-from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, WIDTH, RecurrenceDriver, make_context, tokens
 from mcore_rig import cpu_as_gpu, free_blocks
 from mcore_rig.cuda_on_cpu import kernels_on_cpu
 from megatron.core.inference.contexts import dynamic_context
@@ -27,10 +27,10 @@ def _machine() -> Iterator[None]:
 def serve_on(allocator: str, prompts: list[list[int]], **sizes: Any) -> list[int]:
     """Resumed tokens of each; every state and key is checked on the way."""
     if allocator == "stock":
-        host = RecurrentHost(make_context(**sizes))
+        host = RecurrenceDriver(make_context(**sizes))
         return [host.serve(prompt)[0] for prompt in prompts]
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context(**sizes))
+        host = RecurrenceDriver(make_context(**sizes))
         resumed = [host.serve(prompt)[0] for prompt in prompts]
         host.check_idle()
     return resumed
@@ -48,7 +48,7 @@ def test_fault_01_a_repeat_of_length_1_mod_block_resumes_at_its_last_block(block
 def test_fault_01_a_query_of_one_token_is_no_decode_step_to_the_attention_kernels() -> None:
     prompt = tokens(2 * BLOCK + 1, seed=1)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
         host.add(prompt)
         host.context.initialize_attention_state()
@@ -57,7 +57,7 @@ def test_fault_01_a_query_of_one_token_is_no_decode_step_to_the_attention_kernel
         assert not host.context.is_decode_only()
 
 
-def no_state_beyond_the_first_block(host: RecurrentHost, prompt: list[int]) -> None:
+def no_state_beyond_the_first_block(host: RecurrenceDriver, prompt: list[int]) -> None:
     slots = host.context.mamba_slot_allocator
     host.serve(prompt)
     for block in list(slots.hash_to_block_id.values()):
@@ -67,7 +67,7 @@ def no_state_beyond_the_first_block(host: RecurrentHost, prompt: list[int]) -> N
 def test_fault_02_a_continuation_chunk_skips_nothing_on_a_kv_match_alone() -> None:
     prompt = tokens(6 * BLOCK, seed=2)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         no_state_beyond_the_first_block(host, prompt)
         assert host.serve(prompt + tokens(3, seed=3), chunk=2 * BLOCK)[0] == 0
         host.check_idle()
@@ -77,15 +77,15 @@ def test_fault_02_a_continuation_chunk_resumes_where_there_is_a_state() -> None:
     """The prompt's states are at 5 and 6 blocks: within the third chunk, and not at its end."""
     prompt = tokens(6 * BLOCK, seed=2)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
         assert host.serve(prompt + tokens(3, seed=3), chunk=2 * BLOCK)[0] == BLOCK
         host.check_idle()
 
 
-def serve_twice_from_memory_only() -> RecurrentHost:
+def serve_twice_from_memory_only() -> RecurrenceDriver:
     prompt = tokens(6 * BLOCK + 2, seed=5)
-    host = RecurrentHost(make_context(prefix_caching_mamba_gb=None))
+    host = RecurrenceDriver(make_context(prefix_caching_mamba_gb=None))
     assert [host.serve(prompt, chunk=2 * BLOCK)[0] for _ in range(2)] == [0, 0]
     return host
 
@@ -101,7 +101,7 @@ def test_fault_02_memory_only_mode_skips_nothing() -> None:
 def test_fault_04_a_restore_that_finds_no_state_is_an_error_and_copies_nothing() -> None:
     prompt = tokens(3 * BLOCK + 2, seed=6)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
         host.add(prompt)
         slots = host.context.mamba_slot_allocator
@@ -114,7 +114,7 @@ def test_fault_04_a_restore_that_finds_no_state_is_an_error_and_copies_nothing()
 def test_fault_04_a_state_that_waits_to_be_restored_is_not_evicted() -> None:
     prompt = tokens(3 * BLOCK + 2, seed=6)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context(slots=2))
+        host = RecurrenceDriver(make_context(slots=2))
         host.serve(prompt)
         host.add(prompt)
         slots = host.context.mamba_slot_allocator
@@ -126,7 +126,7 @@ def test_fault_04_a_state_that_waits_to_be_restored_is_not_evicted() -> None:
 
 def test_fault_05_a_prefix_registered_twice_keeps_naming_the_block_that_has_the_state() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         prompt = tokens(2 * BLOCK, seed=7)
         host.serve(prompt + tokens(3, seed=8))
         kv = host.context.kv_block_allocator
@@ -143,7 +143,7 @@ def test_fault_05_a_block_completed_twice_gives_way_to_the_registered_one() -> N
     """Two requests prefill the same prompt, cut within a block, so that neither finds the other's."""
     prompt = tokens(2 * BLOCK + 3, seed=9)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         first = host.add(prompt, chunk=BLOCK + 3)
         host.step()
         context = host.context
@@ -164,7 +164,7 @@ def test_fault_05_a_block_completed_twice_gives_way_to_the_registered_one() -> N
 def test_tokens_recomputed_in_shared_blocks_do_not_write_their_kv_again() -> None:
     prompt = tokens(3 * BLOCK + 2, seed=10)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         no_state_beyond_the_first_block(host, prompt)
         before = host.context.memory_buffer.clone()
         number = host.add(prompt[: 3 * BLOCK] + tokens(2, seed=11), chunk=2 * BLOCK + 3)
@@ -187,7 +187,7 @@ def test_fault_13_a_request_that_does_not_fit_leaves_nothing_behind(what: str) -
     prompt = tokens(3 * BLOCK + 2, seed=12)
     sizes = {"rows": {"max_requests": 1}, "blocks": {"blocks": 5}}
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context(**sizes.get(what, {})))
+        host = RecurrenceDriver(make_context(**sizes.get(what, {})))
         context, kv = host.context, host.context.kv_block_allocator
         host.serve(prompt)
         running = 6 * BLOCK if what == "tokens" else BLOCK + 5
@@ -228,7 +228,7 @@ def picture(context: Any) -> list[Any]:
 
 
 def test_stock_leaks_what_such_a_request_had_taken() -> None:
-    host = RecurrentHost(make_context(max_requests=1))
+    host = RecurrenceDriver(make_context(max_requests=1))
     host.add(tokens(BLOCK + 5, seed=13))
     with pytest.raises(dynamic_context.RequestOverflowError):
         host.add(tokens(3 * BLOCK, seed=14))
@@ -242,10 +242,10 @@ def test_fault_16_the_end_of_a_chunk_on_a_boundary_is_captured() -> None:
     prompt = tokens(4 * BLOCK + 3, seed=15)
     branch = prompt[: 2 * BLOCK] + tokens(5, seed=16)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt, chunk=2 * BLOCK)
         assert host.serve(branch)[0] == 2 * BLOCK
-    stock = RecurrentHost(make_context())
+    stock = RecurrenceDriver(make_context())
     stock.serve(prompt, chunk=2 * BLOCK)
     assert stock.serve(branch)[0] == BLOCK
 
@@ -255,7 +255,7 @@ def test_fault_17_the_divergence_counts_blocks_of_earlier_chunks() -> None:
     prompt = tokens(6 * BLOCK, seed=17)
     branch = prompt[: 5 * BLOCK] + tokens(2 * BLOCK, seed=18)
     with mambaslots.mcore.installed(plan=plan):
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
         host.serve(branch, chunk=3 * BLOCK)
         assert host.serve(branch)[0] == 5 * BLOCK
@@ -265,7 +265,7 @@ def test_a_short_pool_keeps_the_states_that_the_plan_values_most() -> None:
     plan = ms.CheckpointPlan(prefill_interval=BLOCK, decode="off")
     prompt = tokens(6 * BLOCK + 3, seed=19)
     with mambaslots.mcore.installed(plan=plan):
-        host = RecurrentHost(make_context(slots=1, max_requests=1))
+        host = RecurrenceDriver(make_context(slots=1, max_requests=1))
         host.serve(prompt)
         assert host.serve(prompt)[0] == 6 * BLOCK
         host.check_idle()
@@ -284,7 +284,7 @@ def test_fault_21_a_step_restores_in_one_copy_and_commits_in_one_a_pool(
     monkeypatch.setattr(host_states, "copy_states", counted)
     prompts = [tokens(2 * BLOCK + i, seed=20 + i) for i in range(3)]
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         for prompt in prompts:
             host.serve(prompt)
         for prompt in prompts:
@@ -298,7 +298,7 @@ def test_fault_21_a_step_restores_in_one_copy_and_commits_in_one_a_pool(
 def test_prompt_log_probs_need_every_token() -> None:
     prompt = tokens(3 * BLOCK, seed=30)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(prompt)
         number = host.add(prompt, return_log_probs=True, skip_prompt_log_probs=False)
         assert host.running[number].resumed == 0
@@ -310,7 +310,7 @@ def test_prompt_log_probs_need_every_token() -> None:
 def test_requests_without_hashes_share_nothing() -> None:
     prompt = tokens(3 * BLOCK + 1, seed=31)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         for _ in range(2):
             number = host.add(prompt, hashed=False)
             assert host.running[number].resumed == 0

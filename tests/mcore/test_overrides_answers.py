@@ -7,7 +7,7 @@ import mambaslots.mcore
 import pytest
 import torch
 from mambaslots.mcore.host_record import RequestTrack
-from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrenceDriver, make_context, tokens
 from mcore.async_host import AsyncHost
 from mcore_rig import cpu_as_gpu
 from megatron.core.inference.inference_request import compute_block_hashes_batched
@@ -21,14 +21,14 @@ def _machine() -> Iterator[None]:
         yield
 
 
-def next_turn(host: RecurrentHost, said: list[int]) -> int:
+def next_turn(host: RecurrenceDriver, said: list[int]) -> int:
     return host.serve(said + tokens(3, seed=2))[0]
 
 
 @pytest.mark.parametrize("generated", [4, 5, 6, 3 * BLOCK, 3 * BLOCK + 6])
 def test_the_next_turn_resumes_at_the_last_boundary_that_was_computed(generated: int) -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         _, said = host.serve(PROMPT, new_tokens=generated)
         computed = len(said) - 1  # the last token was sampled, and not computed
         assert next_turn(host, said) == computed - computed % BLOCK
@@ -36,14 +36,14 @@ def test_the_next_turn_resumes_at_the_last_boundary_that_was_computed(generated:
 
 
 def test_stock_resumes_within_the_prompt_only() -> None:
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     _, said = host.serve(PROMPT, new_tokens=3 * BLOCK)
     assert next_turn(host, said) == 2 * BLOCK
 
 
 def test_the_switch_turns_it_off() -> None:
     with mambaslots.mcore.installed(cache_answers=False):
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         _, said = host.serve(PROMPT, new_tokens=3 * BLOCK)
         assert len(host.context.kv_block_allocator.kv_hash_to_block_id) == 2
         assert next_turn(host, said) == 2 * BLOCK
@@ -53,14 +53,14 @@ def test_the_switch_turns_it_off() -> None:
 def test_which_states_of_an_answer_are_kept(decode: str | int, states: int) -> None:
     """The prompt's, and those at 3, 4 and 5 blocks: the last, none, all, those at even ones and the last."""
     with mambaslots.mcore.installed(plan=ms.CheckpointPlan(decode=decode)):  # type: ignore[arg-type]
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(PROMPT, new_tokens=3 * BLOCK)
         assert host.context.mamba_slot_allocator.slots.counts.committed == states
 
 
 def test_an_older_state_of_an_answer_stays_where_a_request_resumed_from_it() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         first = host.add(PROMPT)
         while len(host.running[first].sequence) <= 3 * BLOCK:
             host.step()
@@ -76,7 +76,7 @@ def test_an_older_state_of_an_answer_stays_where_a_request_resumed_from_it() -> 
 
 def test_a_state_of_an_answer_without_a_slot_counts_as_dropped() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         first = host.add(PROMPT)
         host.step()
         allocator = host.context.mamba_slot_allocator
@@ -91,7 +91,7 @@ def test_a_state_of_an_answer_without_a_slot_counts_as_dropped() -> None:
 
 def test_two_requests_with_one_answer_share_its_blocks() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         twins = [host.add(PROMPT), host.add(PROMPT)]
         for _ in range(2 * BLOCK):
             host.step()
@@ -104,7 +104,7 @@ def test_two_requests_with_one_answer_share_its_blocks() -> None:
 
 def test_a_short_prompt_counts_too() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         _, said = host.serve(tokens(3, seed=4), new_tokens=2 * BLOCK)
         assert next_turn(host, said) == 2 * BLOCK
 

@@ -8,7 +8,7 @@ import mambaslots.mcore
 import pytest
 import torch
 from mambaslots.mcore.mixer import checkpoint_rows
-from mambaslots.mcore.recurrence import BLOCK, MODES, STATE_BYTES, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, MODES, STATE_BYTES, RecurrenceDriver, make_context, tokens
 from mcore_rig import cpu_as_gpu
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,7 @@ def _ours() -> Iterator[None]:
         yield
 
 
-def resumes_stale_states(host: RecurrentHost) -> None:
+def resumes_stale_states(host: RecurrenceDriver) -> None:
     """After the KV was forgotten, the states must be, too."""
     host.serve(PROMPT)
     host.context.reset_metadata()
@@ -39,17 +39,17 @@ def resumes_stale_states(host: RecurrentHost) -> None:
 
 def test_fault_06_forgetting_the_kv_forgets_the_states() -> None:
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         resumes_stale_states(host)
         assert [host.serve(PROMPT)[0] for _ in range(2)] == [0, 3 * BLOCK]
         host.check_idle()
     with pytest.raises(AssertionError):
-        resumes_stale_states(RecurrentHost(make_context()))
+        resumes_stale_states(RecurrenceDriver(make_context()))
 
 
 @pytest.mark.usefixtures("_ours")
 def test_fault_06_an_idle_dummy_step_keeps_both() -> None:
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     host.serve(PROMPT)
     host.context.initialize_attention_state(is_expert_parallel_dummy_cuda_graph_step=True)
     host.context.reset(preserve_prefix_cache=True, preserve_counters=True)
@@ -60,7 +60,7 @@ def test_fault_06_an_idle_dummy_step_keeps_both() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.usefixtures("_ours")
 def test_fault_07_a_reset_leaves_nothing_pending(keep: bool) -> None:
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     host.serve(PROMPT)
     host.add(PROMPT)
     host.add(tokens(5, seed=2))
@@ -76,7 +76,7 @@ def test_fault_07_a_reset_leaves_nothing_pending(keep: bool) -> None:
 
 
 def test_fault_07_stock_keeps_them() -> None:
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     host.add(PROMPT)
     host.context.reset()
     assert host.context._pending_mamba_zeros
@@ -94,14 +94,14 @@ def test_fault_08_a_live_slot_number_does_not_change_after_it_was_given() -> Non
 # ---- suspend and resume
 
 
-def suspended(host: RecurrentHost) -> Any:
+def suspended(host: RecurrenceDriver) -> Any:
     host.context.deallocate_inference_state_buffers()
     return host.context.mamba_slot_allocator
 
 
 @pytest.mark.usefixtures("_ours")
 def test_fault_14_recompute_frees_the_pool_and_comes_back_empty() -> None:
-    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
     host.serve(PROMPT)
     slots = host.context.mamba_slot_allocator
     committed = slots.slots.counts.committed_total
@@ -117,7 +117,7 @@ def test_fault_14_recompute_frees_the_pool_and_comes_back_empty() -> None:
 
 
 def test_fault_14_stock_keeps_the_pool_while_suspended() -> None:
-    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
     pool = weakref.ref(host.context.mamba_slot_allocator.conv_states)
     suspended(host)
     assert pool() is not None
@@ -125,7 +125,7 @@ def test_fault_14_stock_keeps_the_pool_while_suspended() -> None:
 
 @pytest.mark.usefixtures("_ours")
 def test_fault_14_offload_moves_the_pool_and_brings_it_back_as_it_was() -> None:
-    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.OFFLOAD))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.OFFLOAD))
     host.serve(PROMPT)
     before, scratch = host.context.mamba_slot_allocator.ssm_states.clone(), host.context.mamba_slot_allocator
     address = scratch.intermediate_ssm_out.data_ptr()
@@ -140,7 +140,7 @@ def test_fault_14_offload_moves_the_pool_and_brings_it_back_as_it_was() -> None:
 
 @pytest.mark.usefixtures("_ours")
 def test_fault_14_persist_keeps_everything() -> None:
-    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.PERSIST))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.PERSIST))
     host.serve(PROMPT)
     suspended(host)
     host.context.reinitialize_inference_state_buffers()
@@ -151,7 +151,7 @@ def test_fault_14_persist_keeps_everything() -> None:
 @pytest.mark.usefixtures("_ours")
 def test_fault_14_with_memory_kept_in_place_the_pool_is_freed_and_scratch_stays() -> None:
     """As with torch_memory_saver or unified memory: addresses that graphs use stay."""
-    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
     host.context.unified_memory_level = 1
     host.serve(PROMPT)
     slots = host.context.mamba_slot_allocator
@@ -166,7 +166,7 @@ def test_fault_14_with_memory_kept_in_place_the_pool_is_freed_and_scratch_stays(
 
 @pytest.mark.usefixtures("_ours")
 def test_a_request_that_restarts_is_counted_twice() -> None:
-    host = RecurrentHost(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
+    host = RecurrenceDriver(make_context(kv_cache_management_mode=MODES.RECOMPUTE))
     number = host.add(PROMPT)
     host.step()
     suspended(host)
@@ -203,7 +203,7 @@ def test_the_batch_invariant_mode_is_said_not_to_cover_mamba_layers(
 def test_fault_19_a_kv_match_does_not_refresh_a_state() -> None:
     """Two states; KV of the older one is matched without using it; the older one goes."""
     long, other = tokens(4 * BLOCK + 1, seed=3), tokens(2 * BLOCK + 1, seed=4)
-    host = RecurrentHost(make_context(slots=2))
+    host = RecurrenceDriver(make_context(slots=2))
     for prompt in (long, other):
         host.serve(prompt)
     host.serve(long[: 2 * BLOCK + 3])  # matches two blocks of the first, which have no state
@@ -228,7 +228,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.usefixtures("_ours")
 def test_fault_22_the_checkpoint_rows_are_sent_and_nothing_waits() -> None:
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     host.add(PROMPT)
     host.context.initialize_attention_state()
     metadata, planned = host.context.mamba_metadata, host.context.mamba_slot_allocator
@@ -252,7 +252,7 @@ def test_fault_22_the_checkpoint_rows_are_sent_and_nothing_waits() -> None:
 @pytest.mark.parametrize("graph", [False, True])
 def test_fault_22_the_rows_are_those_the_host_would_compute(graph: bool) -> None:
     """A step that replays a graph has the host's rows of padding, too; another step has none."""
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     context = host.context
     for seed, length in enumerate((3 * BLOCK + 2, 5, 2 * BLOCK + 7)):
         host.add(tokens(length, seed=seed + 10))
@@ -278,7 +278,7 @@ def test_fault_22_the_rows_are_those_the_host_would_compute(graph: bool) -> None
 @pytest.mark.usefixtures("_ours")
 def test_a_step_without_checkpoints_launches_nothing_for_them() -> None:
     """The mixers' kernels of checkpoints launch a program a row."""
-    host = RecurrentHost(make_context())
+    host = RecurrenceDriver(make_context())
     host.add(tokens(5, seed=1))
     host.context.initialize_attention_state()
     metadata = host.context.mamba_metadata

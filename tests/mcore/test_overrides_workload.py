@@ -7,7 +7,7 @@ from typing import Any
 import mambaslots as ms
 import mambaslots.mcore
 import pytest
-from mambaslots.mcore.recurrence import BLOCK, KV_BLOCK_BYTES, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, KV_BLOCK_BYTES, RecurrenceDriver, make_context, tokens
 from mcore.async_host import AsyncHost
 from mcore_rig import cpu_as_gpu
 from oracle.plans import SwitchedPlan
@@ -36,9 +36,9 @@ class Traffic:
         self.said[self.random.randrange(len(self.said))] = sequence[: 12 * BLOCK]
 
 
-def legacy_traffic(seed: int, steps: int, **sizes: Any) -> RecurrentHost:
+def legacy_traffic(seed: int, steps: int, **sizes: Any) -> RecurrenceDriver:
     traffic, random = Traffic(seed), Random(seed)
-    host = RecurrentHost(make_context(**sizes))
+    host = RecurrenceDriver(make_context(**sizes))
     context = host.context
     again: list[list[int]] = []  # evicted by the host, to be added anew
     for _ in range(steps):
@@ -114,7 +114,9 @@ PAUSES = {"blocks": 14, "slots": 4, "paused_buffer_size_gb": 3 * KV_BLOCK_BYTES 
 @pytest.mark.sampled(seed=4)
 @pytest.mark.parametrize("seed", range(36))
 @pytest.mark.parametrize("traffic", [legacy_traffic, async_traffic])
-def test_states_and_kv_are_right_after_every_step(traffic: Callable[..., RecurrentHost], seed: int) -> None:
+def test_states_and_kv_are_right_after_every_step(
+    traffic: Callable[..., RecurrenceDriver], seed: int
+) -> None:
     sizes: dict[str, Any] = [{}, {"slots": 2}, PAUSES, {"policy": "ref_zero"}][seed % 4]
     plans = [None, ms.CheckpointPlan.every_block(BLOCK), SwitchedPlan(decode="off", branch=False)]
     with mambaslots.mcore.installed(plan=plans[seed % 3]):

@@ -175,14 +175,14 @@ def test_statistics_that_cannot_be_written_are_one_line(
 
 BUILDS = """
 import mambaslots.mcore
-from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrenceDriver, make_context, tokens
 from mcore_rig import cpu_as_gpu
 
 with cpu_as_gpu():
-    kept = RecurrentHost(make_context())
+    kept = RecurrenceDriver(make_context())
     for _ in range(2):
         kept.serve(tokens(2 * BLOCK + 1, seed=1))
-    RecurrentHost(make_context()).serve(tokens(BLOCK, seed=1))
+    RecurrenceDriver(make_context()).serve(tokens(BLOCK, seed=1))
     last = make_context()
     mambaslots.mcore.uninstall()
 """
@@ -209,12 +209,12 @@ def test_contexts_that_were_built_before_an_uninstall_are_reported(
 
 INSTALLS = """
 import mambaslots.mcore
-from mambaslots.mcore.recurrence import BLOCK, RecurrentHost, make_context, tokens
+from mambaslots.mcore.recurrence import BLOCK, RecurrenceDriver, make_context, tokens
 from mcore_rig import cpu_as_gpu
 
 with cpu_as_gpu():
     with mambaslots.mcore.installed(eviction="lru"):
-        host = RecurrentHost(make_context())
+        host = RecurrenceDriver(make_context())
         host.serve(tokens(2 * BLOCK + 1, seed=1))
     print(mambaslots.mcore.install(None, "lru").describe())
     host.serve(tokens(2 * BLOCK + 1, seed=1))
