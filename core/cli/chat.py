@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     for question in questions():
         messages.append({"role": "user", "content": question})
         print("model> ", end="", flush=True)
-        stored = engine.stats().cache.num_states_committed
+        num_states = engine.stats().cache.num_states_committed
         answer = ""
         with answer_stream(loaded, engine, messages, params) as stream:
             try:
@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
             raise RuntimeError("the answer has ended without a result")
         print(
             f"\n[resumed {result.num_resumed_tokens} of {result.num_prompt_tokens} prompt tokens; states "
-            f"stored: {engine.stats().cache.num_states_committed - stored}; generated {len(result.tokens)}, "
-            f"end: {result.finish_reason}]",
+            f"stored: {engine.stats().cache.num_states_committed - num_states}; generated "
+            f"{len(result.tokens)}, end: {result.finish_reason}]",
             flush=True,
         )
     return 0
@@ -76,8 +76,8 @@ def answer_stream(
     text = loaded.text
     if text is None or text.chat_template is not None:
         return chat_stream(loaded, engine, messages, params)
-    so_far = "".join(message["content"] + "\n" for message in messages)
-    return engine.stream(text.encode(so_far), params)
+    conversation = "".join(message["content"] + "\n" for message in messages)
+    return engine.stream(text.encode(conversation), params)
 
 
 def questions() -> Iterator[str]:

@@ -59,7 +59,7 @@ def _print_section(title: str, lines: Sequence[str]) -> None:
 
 def requirements() -> list[Requirement]:
     """What the package and its extras need here, each package once; the package where it is not installed."""
-    found: dict[str, Requirement] = {}
+    requirement_of_name: dict[str, Requirement] = {}
     try:
         lines = importlib.metadata.requires(PACKAGE) or ()
     except importlib.metadata.PackageNotFoundError:
@@ -72,19 +72,19 @@ def requirements() -> list[Requirement]:
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             requirement.extras = {extra} if extra else set()
-            found.setdefault(requirement.name, requirement)
-    return list(found.values())
+            requirement_of_name.setdefault(requirement.name, requirement)
+    return list(requirement_of_name.values())
 
 
 def describe_package(requirement: Requirement) -> str:
     """One line: the version, and what is wrong with it."""
-    name, accepted = requirement.name, str(requirement.specifier)
+    name = requirement.name
     extra = next(iter(requirement.extras), None)
-    how = f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install {PACKAGE}"
+    command = f"pip install '{PACKAGE}[{extra}]'" if extra else f"pip install {PACKAGE}"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return f"{name}: not installed; `{how}` brings it"
+        return f"{name}: not installed; `{command}` brings it"
     if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
-        return f"{name} {version}: NOT SUPPORTED; needed: {accepted}"
+        return f"{name} {version}: NOT SUPPORTED; needed: {requirement.specifier}"
     return f"{name} {version}"

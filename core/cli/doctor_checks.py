@@ -36,12 +36,14 @@ def describe_kernels(device: torch.device) -> list[str]:
 def checks(device: torch.device) -> Iterator[Check]:
     """The self-test; an error that ends it is a check that failed."""
     try:
-        started, model = time.perf_counter(), small_model(device)
+        start_s = time.perf_counter()
+        model = small_model(device)
         yield Check("a model's answers are alike in all ways of serving", True, str(check_model(model)))
-        prompt, params = list(range(100)), SamplingParams(max_tokens=1)
+        prompt = list(range(100))
+        params = SamplingParams(max_tokens=1)
         engine = small_engine(model)
         resumed = [engine.generate([prompt], params)[0].num_resumed_tokens for _ in range(2)]
-        finding = f"{resumed[1]} of {len(prompt)} tokens; {time.perf_counter() - started:.1f} s in all"
+        finding = f"{resumed[1]} of {len(prompt)} tokens; {time.perf_counter() - start_s:.1f} s in all"
         yield Check("a repeated prompt resumes", resumed == [0, 96], finding)
     except Exception as error:
         yield Check("the self-test runs to its end", False, _one_line(error))
@@ -61,7 +63,7 @@ def describe_devices() -> list[str]:
         free, total = (size / GIGABYTE for size in torch.cuda.mem_get_info(index))
         major, minor = torch.cuda.get_device_capability(index)
         line = f"{index}: {name}, compute capability {major}.{minor}, {free:.1f} of {total:.1f} GiB free"
-        if not any(tuned in name for tuned in TUNED_FOR):
+        if not any(gpu in name for gpu in TUNED_FOR):
             line += f"; kernels are tuned for {' and '.join(TUNED_FOR)}, and were not tested here"
         lines.append(line)
     return lines

@@ -31,24 +31,24 @@ def make_parser(command: str | None = None) -> Parser:
     parser = Parser(prog="mambaslots", description=HEADLINE)
     parser.add_argument("--version", action="version", version=f"mambaslots {VERSION}")
     shtab.add_argument_to(parser, ["--print-completion"], help="print a completion script for this shell")
-    listed = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, headline in COMMANDS.items():
-        own = listed.add_parser(name, help=headline, description=headline)
+        command_parser = commands.add_parser(name, help=headline, description=headline)
         if command not in (None, name):
             continue  # its module takes time to import
         if name == "run":
             from ..mcore import __main__ as runner
 
-            runner.add_options(own)
+            runner.add_options(command_parser)
             continue
         module = importlib.import_module(f".{name}", __package__)
-        own.description = f"{headline}\n\n{module.TEXT}"
-        module.add_options(own)
-        own.add_argument(
+        command_parser.description = f"{headline}\n\n{module.TEXT}"
+        module.add_options(command_parser)
+        command_parser.add_argument(
             "--log-level", choices=LOG_LEVELS, default="info" if name == "serve" else "warning",
             help="what is logged on stderr (default: %(default)s)",
         )  # fmt: skip
-        own.set_defaults(run=module.run)
+        command_parser.set_defaults(run=module.run)
     return parser
 
 

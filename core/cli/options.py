@@ -57,13 +57,13 @@ def comma_list[T](entry: Callable[[str], T | list[T]]) -> Callable[[str], list[T
     """A type of arguments: entries divided by commas."""
 
     def entries(text: str) -> list[T]:
-        found: list[T] = []
+        values: list[T] = []
         for part in filter(None, (part.strip() for part in text.split(","))):
-            one = entry(part)
-            found += one if isinstance(one, list) else [one]
-        if not found:
+            value = entry(part)
+            values += value if isinstance(value, list) else [value]
+        if not values:
             raise argparse.ArgumentTypeError(f"{text!r}; accepted: one or more, divided by commas")
-        return found
+        return values
 
     return entries
 
@@ -153,8 +153,6 @@ def add_engine(parser: argparse.ArgumentParser, *, max_requests: int | None = No
     )  # fmt: skip
 
 
-# ---- what they name
-
 _OPTIONS_BY_FIELD = {
     "total_gb": "--memory-gb",
     "max_requests": "--max-requests",
@@ -166,12 +164,7 @@ _OPTIONS_BY_FIELD = {
 
 
 def chosen_model(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
-    """The model's folder, perhaps downloaded, and the `cache_changes` of --eviction and --plan, new objects.
-
-    Raises:
-        ValueError: a pool lacks its size, the policy or the plan is unknown, or the model is not served.
-        OSError: the model is to be downloaded, and the hub cannot be reached.
-    """
+    """The model's folder, perhaps downloaded, and new `cache_changes` of --eviction and --plan."""
     if options.num_kv_blocks is None and options.num_mamba_slots is not None:
         raise ValueError("--num-kv-blocks is missing; accepted: both pools with sizes, or none")
     with naming_options():

@@ -69,20 +69,20 @@ def run(options: argparse.Namespace) -> int:
     begun_s = time.monotonic()
     for cell in cells:
         results.append(report.replay_cell(cell))
-        done = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
-        print(f"replay: {done}", file=sys.stderr)
+        progress = f"{len(results):,} of {len(cells):,} cells, {time.monotonic() - begun_s:,.1f} s"
+        print(f"replay: {progress}", file=sys.stderr)
     unlimited = report.unlimited_shares(results)
-    answered = list(dict.fromkeys(report.sizing_sentences(results, unlimited, caches[0].name)))
+    sentences = list(dict.fromkeys(report.sizing_sentences(results, unlimited, caches[0].name)))
     print(report.table(results))
     print("\nHow much memory do I give it?")
-    for sentence in answered:
+    for sentence in sentences:
         print(sentence)
     if options.json:
-        found = {
+        content = {
             "settings": asked_of(options) | report.plain_setting(settings[0]), "unlimited": unlimited,
-            "results": [report.as_plain(result) for result in results], "answers": answered,
+            "results": [report.as_plain(result) for result in results], "answers": sentences,
         }  # fmt: skip
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
     served = any(result.share is not None for result in results if result.cell.cache != UNLIMITED)
     return 0 if served else 1
 

@@ -47,8 +47,8 @@ class ReplicaEngineFactory:
         os.environ[ENVIRONMENT_NAME] = self.salt_key
         folder, cache = chosen_model(self.options)
         loaded = load_model(self.options, folder, groups)
-        leads = groups is not None and groups.is_split and not groups.rank
-        kind = LeadingEngine if leads else DynamicInferenceEngine
+        is_leader = groups is not None and groups.is_split and not groups.rank
+        kind = LeadingEngine if is_leader else DynamicInferenceEngine
         engine = make_engine(loaded, self.options, cache, kind)
         engine.set_weights_version(weights_version(loaded.folder))
         return engine
@@ -96,9 +96,8 @@ def serve_replicated(options: argparse.Namespace, settings: ServerSettings, fold
 
 def _only_data(options: argparse.Namespace) -> argparse.Namespace:
     """The options without secrets, for another process."""
-    unwanted = {"run", "api_keys"}
-    wanted = {name: value for name, value in vars(options).items() if name not in unwanted}
-    return argparse.Namespace(**wanted)
+    values = {name: value for name, value in vars(options).items() if name not in ("run", "api_keys")}
+    return argparse.Namespace(**values)
 
 
 def serve_split(

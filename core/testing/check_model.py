@@ -90,13 +90,14 @@ def _spec_of(model: object) -> HybridStateSpec:
         accepted = "an object with state_spec() and __call__(inputs)"
         raise ModelError(Rule.SPEC, f"the model is {shown(model)}; accepted: {accepted}")
     try:
-        spec, again = state_spec(), state_spec()
+        spec = state_spec()
+        new_spec = state_spec()
     except Exception as error:
         raise ModelError(Rule.SPEC, f"state_spec() raises {type(error).__name__}: {error}") from error
     if not isinstance(spec, HybridStateSpec):
         raise ModelError(Rule.SPEC, f"state_spec() returns {shown(spec)}; accepted: a HybridStateSpec")
-    if spec != again:
-        raise ModelError(Rule.SPEC, f"state_spec() returns {spec}, then {again}; accepted: the same twice")
+    if spec != new_spec:
+        raise ModelError(Rule.SPEC, f"state_spec() returns {spec}, then {new_spec}; accepted: the same twice")
     if spec.groups.is_split:
         raise ValueError(f"model is {shown(model)}, split over ranks; accepted: a whole model on one rank")
     if not any(tensor.num_layers for tensor in spec.states):
@@ -115,12 +116,9 @@ def _texts(spec: HybridStateSpec, vocabulary: Sequence[int] | None, seed: int) -
             f"model's vocab_size ({spec.vocab_size})"
         )
     generator = torch.Generator().manual_seed(seed)
-    first = torch.randperm(len(ids), generator=generator, device="cpu")[:3].tolist()
-    rest = torch.randint(len(ids), (3, 4 * block + 3), generator=generator, device="cpu").tolist()
-    return [[ids[index] for index in (begin, *more)] for begin, more in zip(first, rest, strict=True)]
-
-
-# ---- one way of serving against another
+    firsts = torch.randperm(len(ids), generator=generator, device="cpu")[:3].tolist()
+    tails = torch.randint(len(ids), (3, 4 * block + 3), generator=generator, device="cpu").tolist()
+    return [[ids[index] for index in (first, *tail)] for first, tail in zip(firsts, tails, strict=True)]
 
 
 _Span = tuple[list[int], int, int]
@@ -143,13 +141,13 @@ class _Trial:
         self.rule = Rule.CUTS_DIFFER
         self.num_calls = self.num_compared = 0
         self.largest_difference = 0.0
-        self._model, self._spec, self._tolerance = model, spec, tolerance
-        self._known: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # (what, prefix) -> first result
+        self._model = model
+        self._spec = spec
+        self._tolerance = tolerance
+        self._first_results: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # (name, prefix) -> result
         self._text_of: dict[int, list[int]] = {}  # of each request
         self._rows: list[list[int]] = []  # the texts of the next step's rows
         self._num_drafted = 0
-
-    # ---- requests
 
     def serve(self, rule: Rule, waves: list[list[_Span]], **settings: Any) -> None:
         """Serve the spans with a new engine; `rule`: what is broken where a result differs.
@@ -157,12 +155,13 @@ class _Trial:
         With one row a wave ends before the next one is added; else each wave is added a step after the last.
         """
         self.rule = rule
-        rows, longest = settings.setdefault("max_requests", 1), len(self.texts[0]) + 1
+        rows = settings.setdefault("max_requests", 1)
+        max_length = len(self.texts[0]) + 1
         sizes: dict[str, Any] = {
             "block_size_tokens": self.block,
             "max_tokens_per_step": 4 * self.block,
-            "max_sequence_length": longest,
-            "num_kv_blocks": (3 + rows) * ceil_div(longest, min(self.block, 8)),
+            "max_sequence_length": max_length,
+            "num_kv_blocks": (3 + rows) * ceil_div(max_length, min(self.block, 8)),
             "num_mamba_slots": 24 if settings.get("enable_prefix_caching", True) else None,
             "batch_invariant": False,
         }
@@ -170,18 +169,18 @@ class _Trial:
         engine = DynamicInferenceEngine(self, InferenceConfig(**(sizes | settings)), drafter=drafter)
         engine.context.observers.append(self)
         if rule is Rule.PADDING_DIFFERS:
-            begin = engine.context.begin_step
-            engine.context.begin_step = lambda batch, padding=None, unread_tokens=None: begin(  # type: ignore[method-assign]
+            begin_step = engine.context.begin_step
+            engine.context.begin_step = lambda batch, padding=None, unread_tokens=None: begin_step(  # type: ignore[method-assign]
                 batch, _larger_shape, unread_tokens
             )
-        shares = rule is Rule.CACHE_DIFFERS
-        plan = None if shares else CheckpointPlan.every_block(self.block)
+        shares_cache = rule is Rule.CACHE_DIFFERS
+        plan = None if shares_cache else CheckpointPlan.every_block(self.block)
         for wave in waves:
             for text, prompt, stop in wave:
                 params = SamplingParams(
-                    max_tokens=max(1, stop - prompt), skip_prompt_log_probs=shares or prompt % 2 == 0
+                    max_tokens=max(1, stop - prompt), skip_prompt_log_probs=shares_cache or prompt % 2 == 0
                 )
-                salt = None if shares else str(len(self._text_of))
+                salt = None if shares_cache else str(len(self._text_of))
                 number = engine.add_request(text[:prompt], params, cache_salt=salt, checkpoint_plan=plan)
                 self._text_of[number] = text
             engine.step()
@@ -192,22 +191,20 @@ class _Trial:
 
     def draft(self, tokens: Sequence[int], max_drafts: int) -> list[int]:
         """What the text says, or other tokens, and any number of them, by turns."""
-        known, length = list(tokens), len(tokens)
-        text = next(text for text in self._text_of.values() if text[:length] == known)
-        truth = text[length : length + max_drafts]
+        length = len(tokens)
+        text = next(text for text in self._text_of.values() if text[:length] == list(tokens))
+        drafts = text[length : length + max_drafts]
         self._num_drafted += 1
-        wrong = (self._num_drafted % 4 - 1) % 4  # the place of a draft that is wrong: 0 to 3
-        if self._num_drafted % 4 == 3 or wrong >= len(truth):
-            return truth[: 1 + self._num_drafted % 3]
-        truth[wrong] = next(token for token in text if token != truth[wrong])
-        return truth
+        wrong_index = (self._num_drafted % 4 - 1) % 4  # of a draft that is wrong: 0 to 3
+        if self._num_drafted % 4 == 3 or wrong_index >= len(drafts):
+            return drafts[: 1 + self._num_drafted % 3]
+        drafts[wrong_index] = next(token for token in text if token != drafts[wrong_index])
+        return drafts
 
     def step_begun(self, batch: Batch, inputs: StepInputs) -> None:
         self._rows = [self._text_of[scheduled.request.request_id] for scheduled in batch]
 
     def step_ended(self, batch: Batch) -> None: ...
-
-    # ---- the model, as the engine calls it
 
     def state_spec(self) -> HybridStateSpec:
         return self._spec
@@ -217,7 +214,7 @@ class _Trial:
         self.num_calls += 1
         tokens = self._tokens(inputs)
         logit_tokens = inputs.logit_tokens.tolist()[: inputs.num_logits]
-        indices = {
+        copies = {
             f"{type(part).__name__}.{name}": (value, value.clone())
             for part in (inputs, inputs.chunks, inputs.checkpoints)
             for name, value in vars(part).items()
@@ -225,15 +222,16 @@ class _Trial:
         }
         memory = StepMemory(inputs)
         logits = self._logits(inputs)
-        for name, (value, old) in indices.items():
-            if not torch.equal(value, old):
+        for name, (value, copy) in copies.items():
+            if not torch.equal(value, copy):
                 raise ModelError(Rule.INPUTS_CHANGED, f"the model writes to {name}")
         memory.restore()
         answer = torch.zeros_like(logits)
         for row, token in enumerate(logit_tokens):
             self._compare("logits", tokens[token].prefix, logits[row])
             answer[row, tokens[token].next] = 1.0
-        kv, size = inputs.kv_cache, inputs.kv_cache.shape[3]
+        kv = inputs.kv_cache
+        size = kv.shape[3]
         for place, token in memory.places.items():
             self._compare("KV", tokens[token].prefix, kv[:, :, place // size, place % size])
         for slot, token in memory.slots.items():
@@ -245,13 +243,14 @@ class _Trial:
         """The real tokens of a step by their places."""
         columns = inputs.query_start_loc[:-1], inputs.query_lengths, inputs.kv_lengths
         rows = [row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1]]
-        ids, found = inputs.token_ids.tolist(), {}
+        ids = inputs.token_ids.tolist()
+        tokens = {}
         for text, (first, count, length) in zip(self._rows, rows, strict=True):
-            known = text[: length - count]
+            prefix = text[: length - count]
             for token in range(first, first + count):
-                known.append(ids[token])
-                found[token] = _Token(tuple(known), text[len(known)] if len(known) < len(text) else 0)
-        return found
+                prefix.append(ids[token])
+                tokens[token] = _Token(tuple(prefix), text[len(prefix)] if len(prefix) < len(text) else 0)
+        return tokens
 
     def _logits(self, inputs: StepInputs) -> Tensor:
         padding = Rule.PADDING_DIFFERS if self.rule is Rule.PADDING_DIFFERS else None
@@ -262,38 +261,36 @@ class _Trial:
         accepted = (len(inputs.logit_tokens), self._spec.vocab_size)
         if isinstance(logits, Tensor) and logits.shape == accepted and logits.is_floating_point():
             return logits
-        found = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else shown(logits)
-        message = f"the model returns {found[:80]}; accepted: floats of shape {accepted}"
+        returned = f"{tuple(logits.shape)} {logits.dtype}" if isinstance(logits, Tensor) else shown(logits)
+        message = f"the model returns {returned[:80]}; accepted: floats of shape {accepted}"
         raise ModelError(padding or Rule.LOGITS, message)
 
-    def _compare(self, what: str, prefix: tuple[int, ...], value: Tensor) -> None:
+    def _compare(self, name: str, prefix: tuple[int, ...], value: Tensor) -> None:
         """Hold a result against the first one of the same prefix."""
         length = len(prefix)
         if not value.isfinite().all():
             raise ModelError(
                 Rule.FREE_MEMORY,
-                f"{what} after {length} tokens is NaN or infinite, and memory that the step does not "
+                f"{name} after {length} tokens is NaN or infinite, and memory that the step does not "
                 "name is NaN: it was not written, or that memory was read",
             )
-        if length > 12 and 4 < length % self.block < self.block - 1 and what.startswith("state"):
+        if length > 12 and 4 < length % self.block < self.block - 1 and name.startswith("state"):
             return  # a state of any other length: they take memory
-        known = self._known.setdefault((what, prefix), value.clone())
-        if not known.numel():
+        expected = self._first_results.setdefault((name, prefix), value.clone())
+        if not expected.numel():
             return
-        scale = float(known.double().abs().max()) or 1.0
-        difference = float((known - value).double().abs().max()) / scale
+        scale = float(expected.double().abs().max()) or 1.0
+        difference = float((expected - value).double().abs().max()) / scale
         self.num_compared += 1
         self.largest_difference = max(self.largest_difference, difference)
         if difference > self._tolerance:
-            message = f"{what} after {length} tokens differs by {difference:.1e} of its maximum"
+            message = f"{name} after {length} tokens differs by {difference:.1e} of its maximum"
             raise ModelError(self.rule, message)
 
 
-# ---- ways of serving the same texts: whole and in parts, alone and together, computed and cached
-
-
 def _serve_in_all_ways(trial: _Trial, num_drafts: int, padded_shapes: bool) -> None:
-    (x, y, z), block = trial.texts, trial.block
+    x, y, z = trial.texts
+    block = trial.block
     whole = [(x, 4 * block, 0), (y, 2 * block + 3, 0), (z, 2 * block + 3, 0)]
     whole += [(x, length, 0) for length in (1, 2, block, 2 * block + 1)]
     trial.serve(Rule.CUTS_DIFFER, [[span] for span in whole])
@@ -308,7 +305,7 @@ def _serve_in_all_ways(trial: _Trial, num_drafts: int, padded_shapes: bool) -> N
     together: dict[str, Any] = {"max_tokens_per_step": 8 * block, "max_requests": 5}
     trial.serve(Rule.BATCH_DIFFERS, waves, **together)
 
-    fork, late_fork = (x[: block + 1] + other[: block + 4] for other in (y, z))
+    fork, late_fork = (x[: block + 1] + text[: block + 4] for text in (y, z))
     repeated = [(x, 2 * block + 3, 2 * block + 5), (fork, 2 * block, 0), (x, 2 * block + 3, 2 * block + 5)]
     repeated += [(x, 2 * block, 2 * block + 2), (x, 3 * block - 2, 3 * block + 3)]
     repeated += [(x, 4 * block, 4 * block + 2), (late_fork, 2 * block, 0)]
