@@ -45,8 +45,8 @@ def load_model(
     device = chosen_device(options)
     dtype = getattr(torch, options.dtype) if options.dtype else served_dtype(folder, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    shown = "its own dtype" if dtype is None else str(dtype).removeprefix("torch.")
-    logger.info("loading %s to %s (%s) in %s", options.model, device, name, shown)
+    dtype_name = "its own dtype" if dtype is None else str(dtype).removeprefix("torch.")
+    logger.info("loading %s to %s (%s) in %s", options.model, device, name, dtype_name)
     return load(folder, device, dtype, groups=groups)
 
 

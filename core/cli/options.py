@@ -83,13 +83,13 @@ def add_group(parser: argparse.ArgumentParser, title: str, about: str | None, ro
     """A group of options; the help of each ends with its default, where it has one."""
     group = parser.add_argument_group(title, about)
     for name, kind, default, metavar, text in rows:
-        shown = "" if default is None else " (default: %(default)s)"
-        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text + shown)
+        default_text = "" if default is None else " (default: %(default)s)"
+        group.add_argument(name, type=kind, default=default, metavar=metavar, help=text + default_text)
     return group
 
 
-def add_json(parser: Group, what: str) -> None:
-    parser.add_argument("--json", type=new_file, metavar="PATH", help=f"write {what} to this file")
+def add_json(parser: Group, content: str) -> None:
+    parser.add_argument("--json", type=new_file, metavar="PATH", help=f"write {content} to this file")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -26,23 +26,23 @@ class CutAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = ended = is_stream = False
+        has_started = has_ended = is_stream = False
 
         async def send_and_watch(message: Message) -> None:
-            nonlocal started, ended, is_stream
+            nonlocal has_started, has_ended, is_stream
             if message["type"] == "http.response.start":
-                started = True
+                has_started = True
                 is_stream = any(
                     name.lower() == b"content-type" and value.startswith(b"text/event-stream")
                     for name, value in message["headers"]
                 )
             elif message["type"] == "http.response.body":
-                ended = not message.get("more_body", False)
+                has_ended = not message.get("more_body", False)
             await send(message)
 
         await self._app(scope, receive, send_and_watch)
-        if not started:
+        if not has_started:
             await _INGRESS_LOST.response(scope, receive, send)
-        elif is_stream and not ended:
+        elif is_stream and not has_ended:
             event = b"data: " + json_bytes(_INGRESS_LOST.body) + b"\n\n"
             await send({"type": "http.response.body", "body": event})

@@ -64,8 +64,8 @@ def fleet_metrics(counts: Counts, reports: Sequence[ReplicaReport] = ()) -> list
     of_replicas: dict[str, Metric] = {}
     for report in reports:
         for family in report.metrics:
-            empty = Metric(family.name, family.documentation, family.type)
-            of_replicas.setdefault(family.name, empty).samples += (
+            new_family = Metric(family.name, family.documentation, family.type)
+            of_replicas.setdefault(family.name, new_family).samples += (
                 sample._replace(labels={**sample.labels, "replica": report.replica})
                 for sample in family.samples
             )

@@ -66,13 +66,13 @@ class AttentionForward:
         head_dim = attention.head_dim
         projections = ("q_proj", "k_proj", "v_proj")
         self._joint = JointLinear(attention, projections)
-        self._last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
+        self._out = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
         norms = next((names for names in _NORMS if hasattr(attention, names[0])), ())
         is_wide = bool(norms) and getattr(attention, norms[0]).weight.numel() > head_dim
         self._wide_norms = norms if is_wide else ()
         self._head_norms = () if is_wide else norms
         self._eps = eps_of(getattr(attention, norms[0])) if norms else 0.0
-        self._is_gated = attention.q_proj.out_features == 2 * getattr(attention, self._last).in_features
+        self._is_gated = attention.q_proj.out_features == 2 * getattr(attention, self._out).in_features
         self._widths = [getattr(attention, name).out_features for name in projections]
         self._query_heads = (-1, head_dim * (1 + self._is_gated))
         self._heads = (-1, head_dim)
@@ -111,7 +111,7 @@ class AttentionForward:
         out = attend(query, key, value, cache, inputs, kernels, scale=module.scaling)
         if self._is_gated:
             out = kernels.sigmoid_mul(out, gate)
-        return getattr(module, self._last)(out.flatten(1))[None], None
+        return getattr(module, self._out)(out.flatten(1))[None], None
 
 
 PROJECTIONS_OF_MLPS = (
@@ -132,19 +132,19 @@ def mlp_projections(mlp: Any) -> tuple[str, ...]:
 
 def mlp_forward(mlp: Any, step: CurrentStep) -> Callable[[Tensor], Tensor]:
     """An MLP: down(silu(gate(x)) * up(x)), with Falcon-H1's multipliers, or down(relu(up(x)) squared)."""
-    *first, last = mlp_projections(mlp)
+    *input_names, output_name = mlp_projections(mlp)
     gate_multiplier = getattr(mlp, "gate_multiplier", 1)
     out_multiplier = getattr(mlp, "down_multiplier", 1)
-    joint = JointLinear(mlp, tuple(first)) if len(first) > 1 else None
+    joint = JointLinear(mlp, tuple(input_names)) if len(input_names) > 1 else None
 
     def forward(x: Tensor) -> Tensor:
-        wide: Tensor = getattr(mlp, first[0])(x) if joint is None else joint(x)
-        if first == ["up_proj"]:
-            inner = step.kernels.relu_squared(wide)
+        wide: Tensor = getattr(mlp, input_names[0])(x) if joint is None else joint(x)
+        if input_names == ["up_proj"]:
+            hidden = step.kernels.relu_squared(wide)
         else:
             gate, up = wide.chunk(2, dim=-1)
-            inner = step.kernels.silu_mul(scaled(gate, gate_multiplier), up)
-        return scaled(getattr(mlp, last)(inner), out_multiplier)
+            hidden = step.kernels.silu_mul(scaled(gate, gate_multiplier), up)
+        return scaled(getattr(mlp, output_name)(hidden), out_multiplier)
 
     return forward
 

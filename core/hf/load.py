@@ -63,8 +63,8 @@ def load(
 
 def _config(folder: Path) -> PretrainedConfig:
     """The config; a ModelFolderError for more layers or experts than a model has: transformers lists them."""
-    stored = read_object(folder / CONFIG)
-    for part in (stored, section(folder / CONFIG, stored, "text_config")):
+    fields = read_object(folder / CONFIG)
+    for part in (fields, section(folder / CONFIG, fields, "text_config")):
         for name, count in part.items():
             is_count = isinstance(count, int) and ("layers" in name or "experts" in name)
             if is_count and count > _MAX_LAYERS:

@@ -82,7 +82,7 @@ class GatedDeltaNetForward:
         names = next(names for names in _PROJECTIONS if hasattr(mixer, names[0]))
         self._joint = JointLinear(mixer, names)
         self._is_by_key_head = len(names) == 2
-        self._norm, self._last = ("o_norm", "o_proj") if hasattr(mixer, "o_norm") else ("norm", "out_proj")
+        self._norm, self._out = ("o_norm", "o_proj") if hasattr(mixer, "o_norm") else ("norm", "out_proj")
         num_heads = mixer.num_v_heads
         self._widths = [2 * mixer.key_dim + mixer.value_dim, mixer.value_dim, num_heads, num_heads]
         self._key_heads = (mixer.num_k_heads, mixer.head_k_dim)
@@ -101,7 +101,7 @@ class GatedDeltaNetForward:
         out = run_delta_net(raw, a, b, net, self._layer, self._step.inputs, kernels)
         norm = getattr(mixer, self._norm)
         normed = kernels.rms_norm_then_gate(out, gate, norm.weight, norm.variance_epsilon)
-        projected: Tensor = getattr(mixer, self._last)(normed.flatten(1))
+        projected: Tensor = getattr(mixer, self._out)(normed.flatten(1))
         return projected[None]
 
     def _project(self, hidden: Tensor) -> Projections:

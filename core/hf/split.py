@@ -56,8 +56,8 @@ class ModuleSplit:
     def tensor(self, name: str, ranges: Iterable[range], dim: int = 0) -> None:
         """These indices of a parameter or buffer."""
         path, _, leaf = name.rpartition(".")
-        whole = getattr(self.module.get_submodule(path), leaf)
-        self.parts[name] = WeightPart(dim, tuple(ranges), whole.shape[dim])
+        weight = getattr(self.module.get_submodule(path), leaf)
+        self.parts[name] = WeightPart(dim, tuple(ranges), weight.shape[dim])
 
 
 def split_attention(split: ModuleSplit) -> None:
@@ -70,20 +70,20 @@ def split_attention(split: ModuleSplit) -> None:
     split.rows("q_proj", [span(heads, attention.q_proj.out_features // config.num_attention_heads)])
     for name in ("k_proj", "v_proj"):
         split.rows(name, [span(kv_heads, attention.head_dim)])
-    last = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
-    split.columns(last, [span(heads, attention.head_dim)])
+    output_name = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
+    split.columns(output_name, [span(heads, attention.head_dim)])
 
 
 def split_mlp(split: ModuleSplit) -> None:
     """An MLP by the columns between its projections."""
     mlp = split.module
-    *first, last = mlp_projections(mlp)
-    width = getattr(mlp, last).in_features
-    channels = [span(split.part(f"the width of {last}", width), 1)]
-    for name in first:
+    *input_names, output_name = mlp_projections(mlp)
+    width = getattr(mlp, output_name).in_features
+    channels = [span(split.part(f"the width of {output_name}", width), 1)]
+    for name in input_names:
         has_two_parts = name == "input_linear"  # the gate's rows, then those of the up projection
         split.rows(name, [*channels, *shifted(channels, width)] if has_two_parts else channels)
-    split.columns(last, channels)
+    split.columns(output_name, channels)
 
 
 def split_experts(split: ModuleSplit) -> None:

@@ -132,7 +132,8 @@ class WeightFiles(ExitStack):
         index = _weight_map(folder) if (folder / _INDEX).is_file() else None
         if index is None and not (folder / _WHOLE).is_file():
             raise ModelFolderError(_no_safetensors(folder))
-        for file_name in [_WHOLE] if index is None else sorted(set(index.values())):
+        file_names = [_WHOLE] if index is None else sorted(set(index.values()))
+        for file_name in file_names:
             path = folder / file_name
             if not path.is_file():
                 raise ModelFolderError(f"{folder / _INDEX} names {file_name}, which is missing")
@@ -179,8 +180,7 @@ def weight_block_size(folder: Path, config: Mapping[str, Any]) -> tuple[int, int
     """Rows and columns that share a scale in block-scaled FP8; None if nothing is quantised."""
     file = folder / CONFIG
     quantization = section(file, config, "quantization_config")
-    if not quantization:
-        quantization = section(file, section(file, config, "text_config"), "quantization_config")
+    quantization = quantization or section(file, section(file, config, "text_config"), "quantization_config")
     if not quantization:
         return None
     method = quantization.get("quant_method")

@@ -121,12 +121,12 @@ def find_sources(
         raise ModelFolderError(f"the folder has weights that {kind} has not: {joined_names(superfluous)}")
     for source in by_target.values():
         _check(source, weights[source.target].shape, files)
-    missing = weights.keys() - by_target.keys()
+    missing_names = weights.keys() - by_target.keys()
     ties = [{name, twin} for name, twin in model.all_tied_weights_keys.items()]
-    tied = set().union(*(tie for tie in ties if not tie.isdisjoint(by_target.keys())))
-    if absent := sorted(missing - tied, key=dot_natural_key):
-        raise ModelFolderError(f"the folder lacks weights of {kind}: {joined_names(absent)}")
-    return list(by_target.values()), ignored, missing
+    tied_names = set().union(*(tie for tie in ties if not tie.isdisjoint(by_target.keys())))
+    if absent_names := sorted(missing_names - tied_names, key=dot_natural_key):
+        raise ModelFolderError(f"the folder lacks weights of {kind}: {joined_names(absent_names)}")
+    return list(by_target.values()), ignored, missing_names
 
 
 def _match(
@@ -191,19 +191,19 @@ def _check_experts(source: WeightSource, pattern: str, names: list[str], num_exp
     prefix, _, suffix = pattern.partition("*")
     number = re.compile(rf"{re.escape(prefix)}(\d+){re.escape(suffix)}")
     matches = [match for name in names if (match := number.search(name))]
-    absent = sorted(set(range(num_experts)) - {int(match[1]) for match in matches})
-    if matches and absent:
+    absent_numbers = sorted(set(range(num_experts)) - {int(match[1]) for match in matches})
+    if matches and absent_numbers:
         name = matches[0].string
         start, stop = matches[0].span(1)
-        absent_names = joined_names([f"{name[:start]}{index}{name[stop:]}" for index in absent])
+        absent_names = joined_names([f"{name[:start]}{index}{name[stop:]}" for index in absent_numbers])
         raise ModelFolderError(f"the folder lacks weights of {source.target}: {absent_names}")
 
 
 def joined_names(names: Collection[str]) -> str:
     """Names for a message: the first ones, and how many more there are."""
-    shown = list(names)[:_MAX_SHOWN]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    shown_names = list(names)[:_MAX_SHOWN]
+    num_more = len(names) - len(shown_names)
+    return ", ".join(shown_names) + (f" and {num_more} more" if num_more else "")
 
 
 @names_moved_hooks
@@ -213,7 +213,7 @@ def load_weights(
 ) -> None:  # fmt: skip
     """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first."""
     with WeightFiles(folder, blocks) as files:
-        sources, ignored, missing = find_sources(model, files)
+        sources, ignored, missing_names = find_sources(model, files)
         if ignored:
             logger.info("%s: not loaded, not of the text model: %s", folder, joined_names(ignored))
         if files.activation_scales:
@@ -226,12 +226,12 @@ def load_weights(
         ) as bar:  # fmt: skip
             for source in sources:
                 name = source.target
-                empty = weights[name]
+                target = weights[name]
                 if name not in parts or parts[name] is not None:
-                    weight = source.weight(empty.shape, files, device, empty.dtype, parts.get(name))
+                    weight = source.weight(target.shape, files, device, target.dtype, parts.get(name))
                     set_weight(model, name, weight)
                     del weight
-                bar.update(empty.nbytes)
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+                bar.update(target.nbytes)
+    model.tie_weights(missing_keys=missing_names, recompute_mapping=False)
     if blocks is not None:
         logger.info("%s: FP8 in blocks of %d x %d, loaded as %s", folder, *blocks, model.dtype)

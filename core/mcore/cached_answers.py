@@ -88,10 +88,10 @@ class AnswerStates:
         boundaries = checked_boundaries(self._plan, stop - 1, stop, 0, self._context.block_size_tokens, 0)
         return boundaries[0] if boundaries else None
 
-    def commit(self, written: Sequence[tuple[Crossing, int]]) -> None:
+    def commit(self, states: Sequence[tuple[Crossing, int]]) -> None:
         """Make states in reserved slots findable, of which all tokens are known; the others wait."""
         tracks = record_of(self._context).tracks
-        for crossing, slot in written:
+        for crossing, slot in states:
             if tracks[crossing.request_id].known_tokens < crossing.position:
                 self.uncommitted.append((crossing, slot))
                 continue
@@ -168,10 +168,10 @@ def update_requests(
 
 @override(DYNAMIC_CONTEXT, "commit_sampled_tokens", faults=(18,))
 def commit_sampled_tokens(
-    original: Callable[..., None], self: Any, sampled_tokens_cpu: Tensor, *drafts: Any, **named: Any
+    original: Callable[..., None], self: Any, sampled_tokens_cpu: Tensor, *drafts: Any, **options: Any
 ) -> None:
     """Also record what each request has sampled; with async scheduling the next step runs already."""
-    original(self, sampled_tokens_cpu, *drafts, **named)
+    original(self, sampled_tokens_cpu, *drafts, **options)
     _append_tokens(self, sampled_tokens_cpu)
 
 

@@ -93,7 +93,8 @@ class HostRecord:
         """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
         start = finished + skipped
         stop = finished + length
-        self.num_hits += skipped > 0
+        if skipped:
+            self.num_hits += 1
         spans = self.spans.get(request_id, ())
         self.ledger += TokenLedger.of_step(range(finished, start), range(start, stop), spans, 0, stop)
 

@@ -170,12 +170,12 @@ def _self_test_host(version: str, unknown: list[str]) -> None:
     _logger.warning("megatron-core %s: %s; its self-test passes with what replaces them", version, methods)
 
 
-def _require_same(first: Settings, now: Settings) -> None:
+def _require_same(installed_settings: Settings, settings: Settings) -> None:
     names = [field.name for field in fields(Settings)]
-    names = [name for name in names if getattr(first, name) != getattr(now, name)]
+    names = [name for name in names if getattr(installed_settings, name) != getattr(settings, name)]
     if names:
-        new_settings = ", ".join(f"{name} is {shown(getattr(now, name))}" for name in names)
-        accepted = ", ".join(f"{name}={shown(getattr(first, name))}" for name in names)
+        new_settings = ", ".join(f"{name} is {shown(getattr(settings, name))}" for name in names)
+        accepted = ", ".join(f"{name}={shown(getattr(installed_settings, name))}" for name in names)
         raise OtherSettingsError(
             f"{new_settings}; accepted: {accepted}, with which mambaslots.mcore was installed first, or "
             "uninstall() before this call"

@@ -35,9 +35,9 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     slots = stage_slots
     group = self.pipeline_parallel_group
     if context_module.get_pg_size(group) > 1:
-        fewest = torch.tensor(stage_slots, dtype=torch.int64, device=torch.cuda.current_device())
-        torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=group)
-        slots = int(fewest)
+        min_slots = torch.tensor(stage_slots, dtype=torch.int64, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(min_slots, op=torch.distributed.ReduceOp.MIN, group=group)
+        slots = int(min_slots)
     if slots < 1:
         elsewhere = (
             f", room for {stage_slots} durable slots on this pipeline stage, but another stage has room for "
@@ -125,7 +125,7 @@ def resume_paused_requests(
     """Evict unreferenced blocks for paused requests. Stock counts free ones alone, and may wait for ever."""
     kv = self.kv_block_allocator
     if self.paused_request_count and self.enable_prefix_caching:
-        missing = min(self.paused_request_count, int(kv.get_active_avail())) - kv.total_avail
-        if missing > 0 and kv.prefix_caching_eviction_policy.name == "LRU":
-            kv.evict_lru_blocks(min(missing, int(kv.get_evictable_block_count())))
+        num_missing = min(self.paused_request_count, int(kv.get_active_avail())) - kv.total_avail
+        if num_missing > 0 and kv.prefix_caching_eviction_policy.name == "LRU":
+            kv.evict_lru_blocks(min(num_missing, int(kv.get_evictable_block_count())))
     return original(self, active_request_count, newly_paused_request_ids)

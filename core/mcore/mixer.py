@@ -42,9 +42,9 @@ def checkpoint_rows(
     first_chunks = accumulate((max(1, ceil_div(length, chunk_size)) for length in lengths), initial=0)
     chunks: list[int] = []
     positions: list[int] = []
-    for start, first, row, count in zip(cu_seqlens, first_chunks, offsets, counts, strict=False):
+    for start, first_chunk, row, count in zip(cu_seqlens, first_chunks, offsets, counts, strict=False):
         for offset in row[:count]:
-            chunks.append(first + offset // chunk_size - 1)
+            chunks.append(first_chunk + offset // chunk_size - 1)
             positions.append(start + offset)
     return chunks, positions
 
@@ -86,8 +86,8 @@ def update_intermediate_metadata(
         numbers[0] = count
         numbers[start : start + count] = positions
         numbers[4 : 4 + 2 * count].view(np.int64)[:] = chunks
-        sent = packed.to(parts[0].device, non_blocking=True)
-        views = (sent[:1], sent[4 : 4 + 2 * rows].view(torch.int64), sent[start:])
+        copy = packed.to(parts[0].device, non_blocking=True)
+        views = (copy[:1], copy[4 : 4 + 2 * rows].view(torch.int64), copy[start:])
         if has_graph:
             parts = tuple(part.copy_(view) for part, view in zip(parts, views, strict=True))
         else:

@@ -35,27 +35,27 @@ def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     """Match the next `length` tokens: skip to the deepest committed state that leaves a token to compute."""
     size = context.block_size_tokens
     finished = request.finished_chunk_token_count
-    first = ceil_div(finished, size)
-    required = ceil_div(finished + length, size)
-    hashes = request.precomputed_block_hashes[first:required]
-    matched: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, hashes))
-    if None in matched:
-        del matched[matched.index(None) :]
+    first_block = ceil_div(finished, size)
+    num_required = ceil_div(finished + length, size)
+    hashes = request.precomputed_block_hashes[first_block:num_required]
+    blocks: list[Any] = list(map(context.kv_block_allocator.kv_hash_to_block_id.get, hashes))
+    if None in blocks:
+        del blocks[blocks.index(None) :]
     allocator = getattr(context, "mamba_slot_allocator", None)
-    skip = resumable = 0
+    skip_tokens = num_resumable = 0
     state_block = -1
-    if matched and allocator is not None and finished % size == 0:
+    if blocks and allocator is not None and finished % size == 0:
         state_block_of_hash = allocator.hash_to_block_id
         reachable = 0 if _needs_every_token(request) else length - 1
-        for depth in range(len(matched), 0, -1):
+        for depth in range(len(blocks), 0, -1):
             if hashes[depth - 1] not in state_block_of_hash:
                 continue
-            resumable = resumable or depth
+            num_resumable = num_resumable or depth
             if depth * size <= reachable:
-                skip = depth * size
+                skip_tokens = depth * size
                 state_block = state_block_of_hash[hashes[depth - 1]]
                 break
-    return HostMatch(first, tuple(matched), required, skip, state_block, resumable)
+    return HostMatch(first_block, tuple(blocks), num_required, skip_tokens, state_block, num_resumable)
 
 
 def _needs_every_token(request: Any) -> bool:
@@ -74,16 +74,16 @@ def compute_spans(context: Any, record: HostRecord, request: Any, match: HostMat
     if allocator is None or _needs_every_token(request) or (not hashes and length >= size):
         return (Span(0, length, "disabled"),)
     block_of_hash = context.kv_block_allocator.kv_hash_to_block_id
-    matched = len(match.matched_blocks)
-    while matched < len(hashes) and hashes[matched] in block_of_hash:
-        matched += 1
-    seen = matched
-    while seen < len(hashes) and record.kv_ghosts.has(hashes[seen], "block"):
-        seen += 1
+    num_matched = len(match.matched_blocks)
+    while num_matched < len(hashes) and hashes[num_matched] in block_of_hash:
+        num_matched += 1
+    num_seen = num_matched
+    while num_seen < len(hashes) and record.kv_ghosts.has(hashes[num_seen], "block"):
+        num_seen += 1
     depth = match.skip_tokens // size
     return cached_states.compute_spans(
-        hashes, num_resumed=depth, num_reachable=max(depth, min(matched, (length - 1) // size)),
-        num_matched=matched, num_seen=seen, num_tokens=length, block_size_tokens=size,
+        hashes, num_resumed=depth, num_reachable=max(depth, min(num_matched, (length - 1) // size)),
+        num_matched=num_matched, num_seen=num_seen, num_tokens=length, block_size_tokens=size,
         ghosts=allocator.slots.tree.ghosts,
     )  # fmt: skip
 
@@ -133,17 +133,17 @@ def add_request(
     spans = compute_spans(self, record, req, match) if finished == 0 else ()
     writes_shared_tail = _continues_in_shared_block(self, req, row)
     evicts = match.new_blocks > num_free_blocks(kv)
-    matched = torch.tensor(match.matched_blocks, dtype=torch.int64, device="cpu") if evicts else None
-    if matched is not None:
-        kv.block_ref_counts[matched] += 1  # keeps them while the chunk's own blocks are allocated
+    matched_blocks = torch.tensor(match.matched_blocks, dtype=torch.int64, device="cpu") if evicts else None
+    if matched_blocks is not None:
+        kv.block_ref_counts[matched_blocks] += 1  # keeps them while the chunk's own blocks are allocated
     try:
         _check_capacity(self, req, match, length)
         record.match = match  # `original` asks for it
         original(self, req, prefill_chunk_length)
     finally:
         record.match = None
-        if matched is not None:
-            kv.block_ref_counts[matched] -= 1
+        if matched_blocks is not None:
+            kv.block_ref_counts[matched_blocks] -= 1
     if finished == 0:
         record.begin(req, int(self.block_size_tokens), spans)
     shared_from = match.first_block - writes_shared_tail
@@ -197,14 +197,14 @@ def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostM
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size = context.block_size_tokens
     hashes = req.precomputed_block_hashes
-    first = req.finished_chunk_token_count // size
+    first_block = req.finished_chunk_token_count // size
     stop = min(computed.stop // size, len(hashes))
-    if first == match.first_block:  # the matched blocks, which are registered, come first
-        first += len(match.matched_blocks)
-    blocks = context.request_to_kv_block_ids[row, first:stop].tolist() if first < stop else ()
+    if first_block == match.first_block:  # the matched blocks, which are registered, come first
+        first_block += len(match.matched_blocks)
+    blocks = context.request_to_kv_block_ids[row, first_block:stop].tolist() if first_block < stop else ()
     block_of_hash = context.kv_block_allocator.kv_hash_to_block_id
     has_adopted = False
-    for index, block in enumerate(blocks, first):
+    for index, block in enumerate(blocks, first_block):
         has_twin = block_of_hash.get(hashes[index], block) != block
         if has_twin and adopt_twin(context, row, index, hashes[index]):
             _redirect_writes(context, computed, index, index + 1)
@@ -234,10 +234,10 @@ def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> N
     if not match.skip_tokens:
         return
     queue = context._pending_mamba_restores
-    live = int(context.mamba_metadata.request_to_mamba_state_idx[row])
+    live_slot = int(context.mamba_metadata.request_to_mamba_state_idx[row])
     if finished == 0:
         queue.pop()
-    queue.append((row, match.state_block, live))
+    queue.append((row, match.state_block, live_slot))
     context.mamba_slot_allocator.pin_restore(match.state_block)
 
 
@@ -245,7 +245,7 @@ def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> N
 def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
     """Restore all states of the step in one copy; a missing state is an error."""
     if self._pending_mamba_restores:
-        pending = [(block, live) for _, block, live in self._pending_mamba_restores]
+        pending = [(block, live_slot) for _, block, live_slot in self._pending_mamba_restores]
         self._pending_mamba_restores.clear()
         self.mamba_slot_allocator.restore_batch(pending)
     original(self)

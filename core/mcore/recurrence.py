@@ -211,10 +211,10 @@ class RecurrenceDriver:
         ends = metadata.cu_chunk_seqlens.tolist()
         row = 0
         for i in range(dims.prefill_req_count):
-            live = int(metadata.batch_indices_prefill[i])
+            slot = int(metadata.batch_indices_prefill[i])
             start = starts[i]
-            state = context.mamba_ssm_states[0, live].clone()
-            window = context.mamba_conv_states[0, live].clone()
+            state = context.mamba_ssm_states[0, slot].clone()
+            window = context.mamba_conv_states[0, slot].clone()
             for _ in range(metadata.per_request_intermediate_counts[i] if row < len(positions) else 0):
                 expect("the end of a checkpoint's chunk", ends[chunks[row] + 1], positions[row])
                 prefix = packed[start : positions[row]]
@@ -222,13 +222,13 @@ class RecurrenceDriver:
                 allocator.intermediate_ssm_out[0, row] = state + prefix.sum()
                 allocator.intermediate_conv_out[0, row] = torch.cat([window[0], prefix])[-WIDTH:]
                 row += 1
-            self._advance(live, packed[start : starts[i + 1]])
+            self._advance(slot, packed[start : starts[i + 1]])
         expect("checkpoints of the step", row, len(positions))
 
-    def _advance(self, live: int, inputs: torch.Tensor) -> None:
+    def _advance(self, slot: int, inputs: torch.Tensor) -> None:
         context = self.context
-        context.mamba_ssm_states[0, live] += inputs.sum()
-        window = context.mamba_conv_states[0, live]
+        context.mamba_ssm_states[0, slot] += inputs.sum()
+        window = context.mamba_conv_states[0, slot]
         window[0] = torch.cat([window[0], inputs])[-WIDTH:]
 
     def check(self) -> None:
@@ -239,9 +239,9 @@ class RecurrenceDriver:
             sequence = self.running[int(context.request_ids[row])].sequence[: int(ends[row])]
             expect(f"tokens of row {row}", len(sequence), int(ends[row]))
             if context.num_mamba_layers:
-                live = int(context.mamba_metadata.request_to_mamba_state_idx[row])
-                window = context.mamba_conv_states[0, live, 0].tolist()
-                expect(f"the state of row {row}", float(context.mamba_ssm_states[0, live]), sum(sequence))
+                slot = int(context.mamba_metadata.request_to_mamba_state_idx[row])
+                window = context.mamba_conv_states[0, slot, 0].tolist()
+                expect(f"the state of row {row}", float(context.mamba_ssm_states[0, slot]), sum(sequence))
                 expect(f"the window of row {row}", window, ([0.0] * WIDTH + sequence)[-WIDTH:])
             blocks = context.request_to_kv_block_ids[row].tolist()
             for position, token in enumerate(sequence):

@@ -72,12 +72,12 @@ def _report(options: argparse.Namespace, installation: Installation, rank: int, 
 
 def _interpret_without_cuda(speaks: bool) -> None:
     """Set `WITHOUT_CUDA` where no CUDA device is visible, before Triton is imported and reads it."""
-    missing = {name: value for name, value in WITHOUT_CUDA.items() if name not in os.environ}
-    if torch.cuda.is_available() or not missing:
+    missing_variables = {name: value for name, value in WITHOUT_CUDA.items() if name not in os.environ}
+    if torch.cuda.is_available() or not missing_variables:
         return
-    os.environ.update(missing)
+    os.environ.update(missing_variables)
     if speaks:
-        settings = " ".join(f"{name}={value}" for name, value in missing.items())
+        settings = " ".join(f"{name}={value}" for name, value in missing_variables.items())
         _say(f"no CUDA device is visible; setting {settings}")
 
 

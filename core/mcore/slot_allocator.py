@@ -121,11 +121,11 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Copy the states of (block, live slot) pairs in one call, and unpin them; none where one is gone."""
         slots = [self.get_slot(block) for block, _ in pending]
         if min(slots) < 0:
-            missing = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
-            raise RuntimeError(f"blocks {missing} were to be restored, and have no state")
+            blocks = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
+            raise RuntimeError(f"blocks {blocks} were to be restored, and have no state")
         for slot in slots:
             self.slots.cached_states.record_use(slot)
-        self._host_states.restore(slots, [live for _, live in pending])
+        self._host_states.restore(slots, [live_slot for _, live_slot in pending])
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
@@ -145,21 +145,21 @@ class HostSlotAllocator(MambaSlotAllocator):
         kv = self.context.kv_block_allocator
         slot_of_block = self.slots.cached_states.slot_of_block
         required = len({block for block in blocks if block not in slot_of_block})
-        missing = required - self.free_count
-        if missing <= 0:
+        num_missing = required - self.free_count
+        if num_missing <= 0:
             return
         fixed_slots = {*self.slots.pins, *map(slot_of_block.get, blocks)}
         candidates = [block for block, slot in slot_of_block.items() if slot not in fixed_slots]
         ref_counts = kv.block_ref_counts[torch.tensor(candidates, dtype=torch.int64, device="cpu")].tolist()
         counted = zip(candidates, ref_counts, strict=True)
         block_of_slot = {slot_of_block[block]: block for block, count in counted if not count}
-        if len(block_of_slot) < missing:
+        if len(block_of_slot) < num_missing:
             raise HostCapacityError(required, len(block_of_slot) + self.free_count)
         committed = set(slot_of_block.values())
         victims = self.slots.next_victims(len(block_of_slot), committed.difference(block_of_slot))
         if self.settings.eviction is None and hasattr(kv, "block_timestamps"):
             victims.sort(key=lambda slot: int(kv.block_timestamps[block_of_slot[slot]]))
-        self.slots.evict(missing, committed.difference(victims[:missing]))
+        self.slots.evict(num_missing, committed.difference(victims[:num_missing]))
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """See the base; a block without a slot gets one with a zero state, where a slot is free."""

@@ -175,11 +175,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: HybridConfig, layer_index: int, weights: ModelWeights) -> None:
         super().__init__()
+        size = config.hidden_size
         channels = [config.part_of("mlp_hidden_size", weights.groups).indices]
-        self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, config.hidden_size, rows=channels)
-        self.down_proj = weights.linear(
-            "down_proj", config.hidden_size, config.mlp_hidden_size, columns=channels
-        )
+        self.up_proj = weights.linear("up_proj", config.mlp_hidden_size, size, rows=channels)
+        self.down_proj = weights.linear("down_proj", size, config.mlp_hidden_size, columns=channels)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, kernels: KernelSet) -> Tensor:
         return F.linear(kernels.relu_squared(F.linear(hidden, self.up_proj)), self.down_proj)

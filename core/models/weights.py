@@ -121,7 +121,7 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
     """Write both files; both are complete before one is replaced, and the config is replaced last."""
     folder.mkdir(parents=True, exist_ok=True)
     wide = torch.promote_types(dtype, torch.float32)
-    stored = {
+    tensors = {
         name: weight.detach().to("cpu", wide if name.rpartition(".")[2] in _WIDE else dtype).contiguous()
         for name, weight in weights.items()
     }
@@ -129,7 +129,7 @@ def write(folder: Path, config: HybridConfig, weights: Mapping[str, Tensor], dty
     values["dtype"] = str(dtype).removeprefix("torch.")
     content = {"model_type": MODEL_TYPE, **values}
     with replacing(folder / CONFIG) as config_draft, replacing(folder / WEIGHTS) as weights_draft:
-        save_file(stored, weights_draft, metadata={"format": "pt"})
+        save_file(tensors, weights_draft, metadata={"format": "pt"})
         config_draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 

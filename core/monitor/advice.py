@@ -47,10 +47,10 @@ def why_not_deeper(
     """Why a request resumed no deeper, and what helps; `spans`: [start, stop, reason] of computed tokens."""
     if not spans:
         return "It has computed nothing yet."
-    first = next((span for span in spans if span[1] > resume_point), None)
-    if first is None:
+    first_span = next((span for span in spans if span[1] > resume_point), None)
+    if first_span is None:
         return f"Its prompt was computed before a restart; it resumed {resume_point} tokens."
-    first_start, stop, reason = first
+    first_start, stop, reason = first_span
     start = max(first_start, resume_point)
     resumed = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
     fills_smaller_block = reason == "partial_block" and stop - start >= grid
@@ -90,12 +90,12 @@ class MissWatch:
             self._judge(stats.cache, self._start.cache)
             self._start = stats
 
-    def _judge(self, now: CacheStats, before: CacheStats) -> None:
-        num_tokens = now.num_prompt_tokens - before.num_prompt_tokens
-        lost_tokens = differences(now.computed_by_reason, before.computed_by_reason)
-        states = differences(now.states_removed_by_cause, before.states_removed_by_cause)
-        blocks = differences(now.kv_blocks_removed_by_cause, before.kv_blocks_removed_by_cause)
-        num_refused = max(0, now.num_states_refused - before.num_states_refused)
+    def _judge(self, stats: CacheStats, old_stats: CacheStats) -> None:
+        num_tokens = stats.num_prompt_tokens - old_stats.num_prompt_tokens
+        lost_tokens = differences(stats.computed_by_reason, old_stats.computed_by_reason)
+        states = differences(stats.states_removed_by_cause, old_stats.states_removed_by_cause)
+        blocks = differences(stats.kv_blocks_removed_by_cause, old_stats.kv_blocks_removed_by_cause)
+        num_refused = max(0, stats.num_states_refused - old_stats.num_states_refused)
         num_states = max(1, sum(states[cause] for cause in STATE_EVICTIONS) + num_refused)
         num_blocks = max(1, blocks["new_block"])
         advice: dict[tuple[ComputeReason, ...], str] = {
@@ -122,9 +122,9 @@ class MissWatch:
             logger.warning("%s", sentence)
 
 
-def differences[Name: str](now: Mapping[Name, int], before: Mapping[Name, int]) -> dict[Name, int]:
+def differences[Name: str](counts: Mapping[Name, int], old_counts: Mapping[Name, int]) -> dict[Name, int]:
     """How much counts have grown; a count that has fallen was reset, and has grown from 0."""
     return {
-        name: number - before.get(name, 0) if number >= before.get(name, 0) else number
-        for name, number in now.items()
+        name: number - old_counts.get(name, 0) if number >= old_counts.get(name, 0) else number
+        for name, number in counts.items()
     }

@@ -247,9 +247,9 @@ class RequestRecord:
             stop = min(span.stop, scheduled.stop, self.prompt_tokens)
             if start >= stop:
                 continue
-            last = self.spans[-1] if self.spans else None
-            if last is not None and last[1] == start and last[2] == span.reason:
-                last[1] = stop
+            last_span = self.spans[-1] if self.spans else None
+            if last_span is not None and last_span[1] == start and last_span[2] == span.reason:
+                last_span[1] = stop
             else:
                 self.spans.append([start, stop, span.reason])
 
@@ -289,5 +289,5 @@ class RequestRecord:
 
     def as_json(self) -> dict[str, Any]:
         """The record as `Monitor.snapshot` has it."""
-        shown = {name: getattr(self, name) for name in _SHOWN}
-        return shown | {"spans": [list(span) for span in self.spans]}
+        values = {name: getattr(self, name) for name in _SHOWN}
+        return values | {"spans": [list(span) for span in self.spans]}

@@ -250,6 +250,6 @@ class Monitor:
 
     def _requests(self) -> list[dict[str, Any]]:
         """The last requests to arrive, of those that run and those that ended last."""
-        running = [record.as_json() for record in list(self._running.values())[-NUM_REQUESTS:]]
-        newest = sorted([*running, *self._ended], key=lambda record: record["arrived_s"], reverse=True)
+        records = [record.as_json() for record in list(self._running.values())[-NUM_REQUESTS:]]
+        newest = sorted([*records, *self._ended], key=lambda record: record["arrived_s"], reverse=True)
         return newest[:NUM_REQUESTS]

@@ -318,10 +318,10 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            value = json.loads(arguments)
         except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -245,9 +245,9 @@ class _Trial:
         rows = [row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1]]
         ids = inputs.token_ids.tolist()
         tokens = {}
-        for text, (first, count, length) in zip(self._rows, rows, strict=True):
+        for text, (start, count, length) in zip(self._rows, rows, strict=True):
             prefix = text[: length - count]
-            for token in range(first, first + count):
+            for token in range(start, start + count):
                 prefix.append(ids[token])
                 tokens[token] = _Token(tuple(prefix), text[len(prefix)] if len(prefix) < len(text) else 0)
         return tokens
@@ -291,17 +291,17 @@ class _Trial:
 def _serve_in_all_ways(trial: _Trial, num_drafts: int, padded_shapes: bool) -> None:
     x, y, z = trial.texts
     block = trial.block
-    whole = [(x, 4 * block, 0), (y, 2 * block + 3, 0), (z, 2 * block + 3, 0)]
-    whole += [(x, length, 0) for length in (1, 2, block, 2 * block + 1)]
-    trial.serve(Rule.CUTS_DIFFER, [[span] for span in whole])
+    whole_texts = [(x, 4 * block, 0), (y, 2 * block + 3, 0), (z, 2 * block + 3, 0)]
+    whole_texts += [(x, length, 0) for length in (1, 2, block, 2 * block + 1)]
+    trial.serve(Rule.CUTS_DIFFER, [[span] for span in whole_texts])
     for span, budget in (((x, 7, 0), 1), ((y, 9, 0), 2), ((x, 3 * block + 1, 0), max(2, block // 3))):
         trial.serve(Rule.CUTS_DIFFER, [[span]], max_tokens_per_step=budget, enable_prefix_caching=False)
     trial.serve(Rule.CUTS_DIFFER, [[(x, 4 * block, 0)]], max_tokens_per_step=block)
     spans = [(1, min(2 * block + 4, 48)), (block - 2, block + 5), (4 * block - 4, 4 * block)]
     trial.serve(Rule.DECODE_DIFFERS, [[(x, prompt, stop)] for prompt, stop in spans])
 
-    first = [(x, block + 3, block + 9), (y, 1, 8), (z, block, block + 3)]
-    waves = [first, [], [(y, 2 * block + 1, 0), (x, 3, 6)], [(z, block - 1, block + 2)]]
+    first_wave = [(x, block + 3, block + 9), (y, 1, 8), (z, block, block + 3)]
+    waves = [first_wave, [], [(y, 2 * block + 1, 0), (x, 3, 6)], [(z, block - 1, block + 2)]]
     together: dict[str, Any] = {"max_tokens_per_step": 8 * block, "max_requests": 5}
     trial.serve(Rule.BATCH_DIFFERS, waves, **together)
 

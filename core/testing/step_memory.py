@@ -36,10 +36,10 @@ class StepMemory:
     def _poison(self) -> None:
         """Fill all states but sources with NaN, and all KV but that of earlier tokens."""
         *states, kv = self._pools
-        free = torch.ones(states[0].shape[1], dtype=torch.bool, device=kv.device)
-        free[[source for source in self._inputs.state_sources.tolist() if source >= 0]] = False
+        is_free = torch.ones(states[0].shape[1], dtype=torch.bool, device=kv.device)
+        is_free[[source for source in self._inputs.state_sources.tolist() if source >= 0]] = False
         for pool in states:
-            pool[:, free] = float("nan")
+            pool[:, is_free] = float("nan")
         size = kv.shape[3]
         num_stored = [0] * kv.shape[2]  # of each block: its leading rows whose KV is stored
         rows = zip(self._inputs.block_table.tolist(), self._inputs.kv_lengths.tolist(), strict=True)
@@ -66,11 +66,11 @@ class StepMemory:
                 message = f"the model writes {name!r} of slots that are no destinations of the step"
                 raise ModelError(Rule.FOREIGN_WRITE, message)
             pool[:, slots] = self._originals[index][:, slots]
-        written = _differ(kv[:, :, rows], self._poisoned[-1][:, :, rows])
-        written &= (kv[:, :, rows] != 0) | ~block_begins[rows][
+        is_written = _differ(kv[:, :, rows], self._poisoned[-1][:, :, rows])
+        is_written &= (kv[:, :, rows] != 0) | ~block_begins[rows][
             :, None, None
         ]  # zeros may follow the last token
-        if written.any():
+        if is_written.any():
             raise ModelError(Rule.FOREIGN_WRITE, "the model writes KV that is not at kv_write_positions")
         kv[:, :, rows] = self._originals[-1][:, :, rows]
 

@@ -35,7 +35,7 @@ class ByteTokenizer:
         special_ids = integers("ids of special_tokens", [*special_tokens.values()], 0)
         if len(byte_ids) != 256 or len({*byte_ids, *special_ids}) != 256 + len(special_tokens):
             raise ValueError("byte_ids and special_tokens name an id twice; accepted: 256 ids and others")
-        self.special_tokens = dict(zip(special_tokens, special_ids, strict=True))
+        self.special_tokens = {name: int(token) for name, token in special_tokens.items()}
         self._byte_ids = tuple(byte_ids)
         self._bytes = {token: bytes([byte]) for byte, token in enumerate(byte_ids)}
         longest_first = sorted(special_tokens, key=len, reverse=True)
@@ -87,7 +87,8 @@ class ByteTokenizer:
         ids: list[int] = []
         cuts: list[Cut] = []
         character = 0
-        for part in self._split.split(text) if self._split else [text]:
+        parts = self._split.split(text) if self._split else [text]
+        for part in parts:
             if part in self.special_tokens:
                 cuts.append(Cut(character, character + len(part), len(ids)))
                 ids.append(self.special_tokens[part])

@@ -73,11 +73,11 @@ class ChatTemplate:
         """
         try:
             names = {"messages": messages} | self._variables | variables
-            plain = json.loads(json.dumps(names, default=_as_dict))
+            json_values = json.loads(json.dumps(names, default=_as_dict))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the messages cannot be given to a template: {error}") from error
         try:
-            return self._template.render(plain, add_generation_prompt=add_generation_prompt)
+            return self._template.render(json_values, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is code
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 

@@ -239,7 +239,7 @@ class TextCodec:
         text = template.render(messages, generation, **variables)
         tokens, cuts = self.tokenizer.encode_with_cuts(text)
         branches = ChatBranches(
-            text, messages, render=lambda other, add: template.render(other, add, **variables),
+            text, messages, render=lambda chat, prompts: template.render(chat, prompts, **variables),
             has_tools=bool(variables.get("tools")),
         )  # fmt: skip
         marks = branch_tokens(text, tokens, cuts, branches.find(marked), self._encode_part)
