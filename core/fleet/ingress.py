@@ -54,7 +54,7 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray calls this after the constructor."""
-        self._listening = asyncio.create_task(self._listen())
+        self._listen_task = asyncio.create_task(self._listen())
         facts = await self._facts()
         engine = self._engine = FleetEngine(
             facts, self._salt_key, self._calls.stream, num_replicas=lambda: self._known_replicas.num_serving,

@@ -129,7 +129,7 @@ class EngineReplica:
         caches = engine.config.enable_prefix_caching
         new_publisher = (lambda: StatePublisher(engine, self._name)) if caches else None
         self._ingresses = Ingresses(self._engine.call, new_publisher)
-        self._watching = asyncio.create_task(self._end_when_lost())
+        self._watch_task = asyncio.create_task(self._end_when_lost())
         if caches and settings.warm_timeout_s:
             await warm_from_donor(self._name, settings, self._engine)
 

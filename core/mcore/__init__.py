@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from ..lazy_names import importer
 
 if TYPE_CHECKING:
-    from .built_contexts import stats
-    from .host_record import HostStats
+    from .built_contexts import HostStats, stats
     from .installation import install, installed, uninstall
     from .overrides import UnknownHostError
 

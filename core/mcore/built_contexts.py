@@ -2,10 +2,12 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from .host_record import HostStats, record_of
+from ..inference.contexts.cache.pool_stats import ComputeReason
+from .host_record import HostRecord, record_of
 from .overrides import override
 from .slot_allocator import HostSlotAllocator
 from .versions import DYNAMIC_CONTEXT, DYNAMIC_ENGINE
@@ -20,6 +22,57 @@ SHORT_LIVED = (
     "request uses its block; pass PrefixCachingEvictionPolicy.LRU"
 )
 _SERVING = ("add_request", "initialize_attention_state")
+
+
+@dataclass(frozen=True)
+class HostStats:
+    """A snapshot of one context. Token counts count prompt tokens.
+
+    Attributes:
+        num_requests: requests that were added; one that is evicted and restarts is added twice.
+        num_hits: chunks that resumed from a state.
+        num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
+        computed_by_reason: why tokens were computed; see `COMPUTE_REASONS`.
+        num_dropped_checkpoints: planned boundaries whose states could not be stored.
+    """
+
+    num_requests: int
+    num_hits: int
+    num_prompt_tokens: int
+    num_resumed_tokens: int
+    num_computed_tokens: int
+    computed_by_reason: Mapping[ComputeReason, int]
+    num_free_slots: int
+    num_reserved_slots: int
+    num_committed_slots: int
+    num_states_committed: int
+    num_states_evicted: int
+    num_dropped_checkpoints: int
+
+    @classmethod
+    def of(cls, record: HostRecord) -> "HostStats":
+        """The counts of the context with this record."""
+        ledger = record.ledger
+        slots = record.slots
+        return cls(
+            num_requests=record.num_requests,
+            num_hits=record.num_hits,
+            num_prompt_tokens=ledger.num_prompt_tokens,
+            num_resumed_tokens=ledger.resumed,
+            num_computed_tokens=ledger.computed.total(),
+            computed_by_reason=ledger.by_reason(),
+            num_free_slots=slots.free,
+            num_reserved_slots=slots.reserved,
+            num_committed_slots=slots.committed,
+            num_states_committed=slots.committed_total,
+            num_states_evicted=slots.evicted_total,
+            num_dropped_checkpoints=record.num_dropped,
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        """Resumed of all prompt tokens; 0 where there were none."""
+        return self.num_resumed_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
 def stats(context: Any) -> HostStats:

@@ -60,7 +60,7 @@ class AnswerStates:
         # In reserved slots: with async scheduling, the last token before a boundary becomes known later.
         self.uncommitted: list[tuple[Crossing, int]] = []
 
-    def reached(self) -> dict[int, Crossing]:
+    def find_crossings(self) -> dict[int, Crossing]:
         """Block -> the boundary at its end that a decode row reached, and where the plan stores a state."""
         context = self._context
         slots = self._slots
@@ -72,7 +72,7 @@ class AnswerStates:
             track = tracks.get(crossing.request_id)
             if track is None:
                 continue
-            if track.known_tokens >= crossing.position:
+            if track.num_known_tokens >= crossing.position:
                 block = register_block(context, crossing.row, track, crossing.position)
             else:
                 index = crossing.position // context.block_size_tokens - 1
@@ -92,7 +92,7 @@ class AnswerStates:
         """Make states in reserved slots findable, of which all tokens are known; the others wait."""
         tracks = record_of(self._context).tracks
         for crossing, slot in states:
-            if tracks[crossing.request_id].known_tokens < crossing.position:
+            if tracks[crossing.request_id].num_known_tokens < crossing.position:
                 self.uncommitted.append((crossing, slot))
                 continue
             block = self._slots.reserved[slot]
@@ -113,7 +113,7 @@ class AnswerStates:
             row = rows.get(crossing.request_id)
             if track is None or row is None:
                 self._slots.release([slot])
-            elif track.known_tokens < crossing.position:
+            elif track.num_known_tokens < crossing.position:
                 self.uncommitted.append((crossing, slot))
             else:
                 block = register_block(self._context, row, track, crossing.position)

@@ -1,7 +1,7 @@
 """What the corrections remember about one host context: its running requests, and its counts."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..inference.contexts.cache.block_tree import GhostList
 from ..inference.contexts.cache.cached_states import Span
-from ..inference.contexts.cache.pool_stats import ComputeReason, SlotCounts, StateRemovalCause, Turnover
+from ..inference.contexts.cache.pool_stats import SlotCounts, StateRemovalCause, Turnover
 from ..inference.contexts.dynamic_request import TokenLedger
 from .versions import INFERENCE_REQUEST
 
@@ -47,7 +47,7 @@ class RequestTrack:
         return cls(request.prompt_tokens, list(request.precomputed_block_hashes), block_size_tokens)
 
     @property
-    def known_tokens(self) -> int:
+    def num_known_tokens(self) -> int:
         return len(self.prompt) + len(self.generated)
 
     def hashes_to(self, blocks: int) -> list[int] | None:
@@ -78,7 +78,7 @@ class HostRecord:
     slots: SlotCounts = field(default_factory=lambda: SlotCounts(0, 0, 0, 0, 0))
     num_dropped: int = 0
     new_hashes: set[int] = field(default_factory=set)  # of blocks registered since the step was scheduled
-    set_aside: list[int] = field(default_factory=list)  # waiting requests that the queue lacks
+    unqueued_ids: list[int] = field(default_factory=list)  # waiting requests that the queue lacks
 
     def begin(self, request: Any, block_size_tokens: int, spans: tuple[Span, ...]) -> None:
         """A request's first chunk was added; `spans` say why its tokens are computed."""
@@ -116,54 +116,3 @@ def record_of(context: Any) -> HostRecord:
     if record is None:
         record = context._mambaslots_record = HostRecord()
     return record  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class HostStats:
-    """A snapshot of one context. Token counts count prompt tokens.
-
-    Attributes:
-        num_requests: requests that were added; one that is evicted and restarts is added twice.
-        num_hits: chunks that resumed from a state.
-        num_prompt_tokens: num_resumed_tokens + num_computed_tokens.
-        computed_by_reason: why tokens were computed; see `COMPUTE_REASONS`.
-        num_dropped_checkpoints: planned boundaries whose states could not be stored.
-    """
-
-    num_requests: int
-    num_hits: int
-    num_prompt_tokens: int
-    num_resumed_tokens: int
-    num_computed_tokens: int
-    computed_by_reason: Mapping[ComputeReason, int]
-    num_free_slots: int
-    num_reserved_slots: int
-    num_committed_slots: int
-    num_states_committed: int
-    num_states_evicted: int
-    num_dropped_checkpoints: int
-
-    @classmethod
-    def of(cls, record: HostRecord) -> "HostStats":
-        """The counts of the context with this record."""
-        ledger = record.ledger
-        slots = record.slots
-        return cls(
-            num_requests=record.num_requests,
-            num_hits=record.num_hits,
-            num_prompt_tokens=ledger.num_prompt_tokens,
-            num_resumed_tokens=ledger.resumed,
-            num_computed_tokens=ledger.computed.total(),
-            computed_by_reason=ledger.by_reason(),
-            num_free_slots=slots.free,
-            num_reserved_slots=slots.reserved,
-            num_committed_slots=slots.committed,
-            num_states_committed=slots.committed_total,
-            num_states_evicted=slots.evicted_total,
-            num_dropped_checkpoints=record.num_dropped,
-        )
-
-    @property
-    def hit_rate(self) -> float:
-        """Resumed of all prompt tokens; 0 where there were none."""
-        return self.num_resumed_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0

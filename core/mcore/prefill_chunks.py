@@ -297,13 +297,13 @@ def schedule_chunked_prefill(original: Callable[[Any], None], self: Any) -> None
         num_waits = self._prefix_coordination_waits
         request_ids = list(queue)
         fitting_ids = _fitting_behind(self, record.new_hashes)
-        record.set_aside = [number for number in request_ids if number not in fitting_ids]
+        record.unqueued_ids = [number for number in request_ids if number not in fitting_ids]
         queue.clear()
         queue.extend(fitting_ids)
         try:
             original(self)
         finally:
-            record.set_aside = []
+            record.unqueued_ids = []
             scheduled_ids = set(fitting_ids).difference(queue)
             queue.clear()
             queue.extend(number for number in request_ids if number not in scheduled_ids)

@@ -94,8 +94,8 @@ class Running:
 
     request: Any
     sequence: list[int]
-    prefilled: bool = False
-    resumed: int = 0
+    is_prefilled: bool = False
+    num_resumed: int = 0
 
 
 @dataclass
@@ -135,11 +135,11 @@ class RecurrenceDriver:
         num_tokens = context.active_token_count
         length = request.remaining_prompt_length if chunk is None else chunk
         context.add_request(request, length)
-        running.resumed += length - (context.active_token_count - num_tokens)
+        running.num_resumed += length - (context.active_token_count - num_tokens)
         request.remaining_prompt_tokens = request.remaining_prompt_tokens[length:]
-        running.prefilled = not request.remaining_prompt_length
+        running.is_prefilled = not request.remaining_prompt_length
         context.chunked_prefill_request_id = -1
-        if not running.prefilled:
+        if not running.is_prefilled:
             context.chunked_prefill_request_id = number
             request.finished_chunk_token_count += length
 
@@ -156,7 +156,7 @@ class RecurrenceDriver:
         mask = torch.tensor([number not in finish for number in ids], dtype=torch.uint8)
         result = context.update_requests(mask, torch.tensor(sampled)) or {}
         for number, token in zip(ids, sampled, strict=True):
-            if self.running[number].prefilled:
+            if self.running[number].is_prefilled:
                 self.running[number].sequence.append(token)
         self._forget(finish, result)
         return result
@@ -172,14 +172,14 @@ class RecurrenceDriver:
         """Run one request to its end; (resumed tokens, all its tokens)."""
         number = self.add(prompt, chunk)
         running = self.running[number]
-        while not running.prefilled:
+        while not running.is_prefilled:
             self.step()
             remaining = running.request.remaining_prompt_length
             self.add_chunk(number, None if chunk is None or remaining <= chunk else chunk)
         for _ in range(new_tokens - 1):
             self.step()
         self.step(finish=(number,))
-        return running.resumed, running.sequence
+        return running.num_resumed, running.sequence
 
     def _active(self) -> list[int]:
         context = self.context

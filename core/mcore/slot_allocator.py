@@ -101,7 +101,7 @@ class HostSlotAllocator(MambaSlotAllocator):
         engine = self._record.engine()
         if engine is None or num_known >= len(req.precomputed_block_hashes):
             return 0
-        waiting_ids = islice(chain(engine.waiting_request_ids, self._record.set_aside), MAX_COMPARED)
+        waiting_ids = islice(chain(engine.waiting_request_ids, self._record.unqueued_ids), MAX_COMPARED)
         requests = [engine.get_request(number) for number in waiting_ids if number != req.request_id]
         waiting_hashes = [request.precomputed_block_hashes for request in requests]
         return best_shared_depth(req.precomputed_block_hashes, waiting_hashes, num_known) * self._block_size
@@ -199,7 +199,7 @@ class HostSlotAllocator(MambaSlotAllocator):
 
     def _commit(self, written: WrittenStates) -> None:
         prompt_blocks = {*written.inner_blocks, *written.end_blocks}
-        crossing_of_block = self.answers.reached()
+        crossing_of_block = self.answers.find_crossings()
         blocks = [block for block in crossing_of_block if block not in prompt_blocks]
         if not blocks:
             super()._commit(written)

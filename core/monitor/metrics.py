@@ -1,7 +1,6 @@
 """What each figure of an engine is: said once for /metrics, the page, the Grafana board and the docs."""
 
 from collections.abc import Mapping
-from functools import reduce
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,12 +27,13 @@ class Figure(NamedTuple):
     def show(self, figures: MonitorFigures, snapshot: dict[str, Any]) -> None:
         """Set its value at `key` of a snapshot; values by label become entries there."""
         *folders, name = self.key.split(".")
-        folder_values = reduce(lambda inner, folder: inner.setdefault(folder, {}), folders, snapshot)
+        for folder in folders:
+            snapshot = snapshot.setdefault(folder, {})
         value = self.value(figures)
         if isinstance(value, Mapping):
-            folder_values.setdefault(name, {}).update(value)
+            snapshot.setdefault(name, {}).update(value)
         else:
-            folder_values[name] = getattr(value, "percentiles", value)
+            snapshot[name] = getattr(value, "percentiles", value)
 
 
 _CACHE = "stats.cache."

@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
         app.state.failed_accepts = FailedAccepts()
         self._listener = listener
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._end_task: asyncio.Task[None] | None = None
         self._num_signals = 0
         self._timer: Timer | None = None
 
@@ -108,21 +108,21 @@ class _Server(uvicorn.Server):
 
     def _stop(self, name: str) -> None:
         service: Service = self._app.state.service
-        if self._ending is not None:
+        if self._end_task is not None:
             self.end_within(_LAST_STEP_S)
-            self._ending = asyncio.create_task(self._exit_after(service.close()))
+            self._end_task = asyncio.create_task(self._exit_after(service.close()))
             return
         drain_s = service.settings.drain_timeout_s
         if service.engine.num_running + service.engine.num_waiting:
             print(f"mambaslots: {name}; running requests have {drain_s:g} s", flush=True)
         self.end_within(drain_s + _LAST_STEP_S)
-        self._ending = asyncio.create_task(self._exit_after(service.drain()))
+        self._end_task = asyncio.create_task(self._exit_after(service.drain()))
 
     async def _exit_after(self, work: Awaitable[object]) -> None:
         try:
             await work
         finally:
-            if self._ending is asyncio.current_task():  # else a close has begun meanwhile
+            if self._end_task is asyncio.current_task():  # else a close has begun meanwhile
                 self.end_within(_LAST_BYTES_S + _LAST_STEP_S)
                 self.should_exit = True
 

@@ -52,4 +52,4 @@ class AsyncHost(RecurrenceDriver):
                 self.running[number].sequence.append(self._sample(number, None))
 
     def _decodes(self, number: int) -> bool:
-        return self.running[number].prefilled
+        return self.running[number].is_prefilled

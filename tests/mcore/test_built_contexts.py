@@ -67,7 +67,7 @@ def test_under_the_hosts_default_policy_it_is_said_that_states_are_short_lived(
 ) -> None:
     prompt = tokens(3 * BLOCK + 1, seed=1)
     with mambaslots.mcore.installed():
-        host = RecurrentHost(make_context(policy="ref_zero"))
+        host = RecurrenceDriver(make_context(policy="ref_zero"))
         for _ in range(2):
             host.serve(prompt)
         lines = described(built_contexts)

@@ -301,10 +301,10 @@ def test_prompt_log_probs_need_every_token() -> None:
         host = RecurrenceDriver(make_context())
         host.serve(prompt)
         number = host.add(prompt, return_log_probs=True, skip_prompt_log_probs=False)
-        assert host.running[number].resumed == 0
+        assert host.running[number].num_resumed == 0
         host.step(finish=(number,))
         number = host.add(prompt, return_log_probs=True, skip_prompt_log_probs=True)
-        assert host.running[number].resumed == 2 * BLOCK
+        assert host.running[number].num_resumed == 2 * BLOCK
 
 
 def test_requests_without_hashes_share_nothing() -> None:
@@ -313,7 +313,7 @@ def test_requests_without_hashes_share_nothing() -> None:
         host = RecurrenceDriver(make_context())
         for _ in range(2):
             number = host.add(prompt, hashed=False)
-            assert host.running[number].resumed == 0
+            assert host.running[number].num_resumed == 0
             host.step(finish=(number,))
         assert host.context.mamba_slot_allocator.slots.counts.committed == 0
         host.check_idle()

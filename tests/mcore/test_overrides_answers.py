@@ -66,7 +66,7 @@ def test_an_older_state_of_an_answer_stays_where_a_request_resumed_from_it() -> 
             host.step()
         said = host.running[first].sequence[: 3 * BLOCK]
         other = host.add(said + tokens(4, seed=3))
-        assert host.running[other].resumed == 3 * BLOCK
+        assert host.running[other].num_resumed == 3 * BLOCK
         for _ in range(2 * BLOCK):
             host.step()
         host.step(finish=(first, other))
@@ -143,7 +143,7 @@ def test_with_drafts_answers_are_left_alone() -> None:
         context = make_context(num_speculative_tokens=2, max_requests=2)
         slots = context.mamba_slot_allocator
         context.batch_dimensions = context.batch_dimensions.__class__(3, 0, 1)
-        assert slots.answers.reached() == {}
+        assert slots.answers.find_crossings() == {}
 
 
 def test_answers_are_hashed_as_the_host_hashes_prompts() -> None:

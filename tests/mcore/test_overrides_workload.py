@@ -57,7 +57,7 @@ def legacy_traffic(seed: int, steps: int, **sizes: Any) -> RecurrenceDriver:
         if not context.total_request_count:
             continue
         before = {number: one.sequence for number, one in host.running.items()}
-        ready = [n for n in host._active() if host.running[n].prefilled]
+        ready = [n for n in host._active() if host.running[n].is_prefilled]
         finish = tuple(n for n in ready if random.random() < 0.1)
         result = host.step(finish)
         for number in finish:
@@ -68,7 +68,7 @@ def legacy_traffic(seed: int, steps: int, **sizes: Any) -> RecurrenceDriver:
         if (partial := context.chunked_prefill_request_id) != -1:
             left = host.running[partial].request.remaining_prompt_length
             fits(host.add_chunk, partial, min(left, context.max_tokens - context.active_token_count))
-        host.step(tuple(n for n in host._active() if host.running[n].prefilled))
+        host.step(tuple(n for n in host._active() if host.running[n].is_prefilled))
     return host
 
 
