@@ -81,8 +81,7 @@ def split_mlp(split: ModuleSplit) -> None:
     width = getattr(mlp, output_name).in_features
     channels = [span(split.part(f"the width of {output_name}", width), 1)]
     for name in input_names:
-        has_two_parts = name == "input_linear"  # the gate's rows, then those of the up projection
-        split.rows(name, [*channels, *shifted(channels, width)] if has_two_parts else channels)
+        split.rows(name, [*channels, *shifted(channels, width)] if name == "input_linear" else channels)
     split.columns(output_name, channels)
 
 

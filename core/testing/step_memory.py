@@ -67,9 +67,8 @@ class StepMemory:
                 raise ModelError(Rule.FOREIGN_WRITE, message)
             pool[:, slots] = self._originals[index][:, slots]
         is_written = _differ(kv[:, :, rows], self._poisoned[-1][:, :, rows])
-        is_written &= (kv[:, :, rows] != 0) | ~block_begins[rows][
-            :, None, None
-        ]  # zeros may follow the last token
+        begins_block = block_begins[rows][:, None, None]
+        is_written &= (kv[:, :, rows] != 0) | ~begins_block  # zeros may follow the last token
         if is_written.any():
             raise ModelError(Rule.FOREIGN_WRITE, "the model writes KV that is not at kv_write_positions")
         kv[:, :, rows] = self._originals[-1][:, :, rows]
