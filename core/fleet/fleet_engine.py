@@ -32,8 +32,7 @@ class FleetEngine:
     """Sends each request to a replica, and to another one where that is lost: a `ServedEngine`.
 
     A retry continues after the tokens that have come: token i has the random number of the seed and i,
-    wherever it is computed. So the answer is the same, as far as prefill and decode have the same bits: see
-    docs/bits.md.
+    wherever it is computed. The answer is the same where prefill and decode have the same bits.
     """
 
     def __init__(

@@ -88,11 +88,11 @@ async def answer_parts(
         async for tokens in stream:
             yield AnswerPart(tokens, None if was_sent else stream.prompt_figures)
             was_sent = True
-        result = stream.result
-        if result is None or result.finish_reason in ("cancelled", "reset"):
-            raise ReplicaLostError(f"the request ended early: {result and result.finish_reason}")
+        finish_reason = None if stream.result is None else stream.result.finish_reason
+        if finish_reason in (None, "cancelled", "reset"):
+            raise ReplicaLostError(f"the request ended early: {finish_reason}")
         figures = None if was_sent else stream.prompt_figures
-        yield AnswerPart((), figures, result.finish_reason)
+        yield AnswerPart((), figures, finish_reason)
     except KVBlockCapacityError as error:
         yield AnswerPart(error=error)
     except ReplicaLostError:

@@ -103,7 +103,9 @@ def compute_prefix_match(
     """Skip only to a boundary that has a state, by one rule for first and continuation chunks."""
     if not caches_states(self):
         return original(self, req, prefill_chunk_length, record_mamba_match)  # type: ignore[no-any-return]
-    match = (record_mamba_match and record_of(self).match) or match_chunk(self, req, prefill_chunk_length)
+    match = record_of(self).match if record_mamba_match else None
+    if match is None:
+        match = match_chunk(self, req, prefill_chunk_length)
     if record_mamba_match:
         req._mamba_num_matched_blocks = match.resumable_blocks
     return (
@@ -188,8 +190,8 @@ def _redirect_writes(context: Any, computed: range, first_block: int, stop_block
     start = max(computed.start, first_block * context.block_size_tokens)
     stop = min(computed.stop, stop_block * context.block_size_tokens)
     if start < stop:
-        first_token = context.active_token_count - computed.stop  # of the request's position 0
-        tokens = slice(first_token + start, first_token + stop)
+        origin = context.active_token_count - computed.stop  # the step's index of position 0
+        tokens = slice(origin + start, origin + stop)
         context.token_to_block_idx[tokens] = context.kv_block_allocator.dummy_block_idx
 
 

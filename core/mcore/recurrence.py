@@ -162,8 +162,8 @@ class RecurrenceDriver:
         return result
 
     def _forget(self, finished: tuple[int, ...], update: Any) -> None:
-        evicted = (update or {}).get("evict_request_ids")
-        for number in (*finished, *([] if evicted is None else evicted.tolist())):
+        evicted_ids = update.get("evict_request_ids") if update else None
+        for number in (*finished, *([] if evicted_ids is None else evicted_ids.tolist())):
             del self.running[number]
 
     def serve(

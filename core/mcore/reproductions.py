@@ -127,8 +127,8 @@ def failures() -> list[str]:
                 reproduction()
             except Exception as error:
                 words = " ".join(str(error).split())[:200]
-                name = reproduction.__name__.replace("_", " ")
-                messages.append(f"{name} ({type(error).__name__}{words and ': ' + words})")
+                fault = f"{type(error).__name__}: {words}" if words else type(error).__name__
+                messages.append(f"{reproduction.__name__.replace('_', ' ')} ({fault})")
     return messages
 
 

@@ -115,12 +115,11 @@ class Monitor:
         with self._lock:
             now = self._clock()
             self._counts.step.add(duration_s)
+            num_tokens = sum(scheduled.length for scheduled in batch)
             num_prefilled = sum(scheduled.length for scheduled in batch if not scheduled.decoding)
             if num_prefilled:
                 self._counts.prefill_tokens += num_prefilled
-                self._counts.prefill_s += (
-                    duration_s * num_prefilled / sum(scheduled.length for scheduled in batch)
-                )
+                self._counts.prefill_s += duration_s * num_prefilled / num_tokens
             for scheduled in batch:
                 record = None if scheduled.decoding else self._record_of(scheduled.request)
                 if record is not None:
