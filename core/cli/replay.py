@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
             "results": [report.as_plain(result) for result in results], "answers": sentences,
         }  # fmt: skip
         options.json.write_text(json.dumps(content, indent=2) + "\n")
-    served = any(result.share is not None for result in results if result.cell.cache != UNLIMITED)
-    return 0 if served else 1
+    is_served = any(result.share is not None for result in results if result.cell.cache != UNLIMITED)
+    return 0 if is_served else 1
 
 
 def settings_of(options: argparse.Namespace) -> list[ReplaySetting]:

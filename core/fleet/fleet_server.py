@@ -213,11 +213,11 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
                     return 1
         drain_s = server.drain_timeout_s
         print(f"mambaslots: {signals[0].name}; running requests have {drain_s:g} s", flush=True)
-        draining = handle.broadcast("drain")
+        drain_answers = handle.broadcast("drain")
         deadline = time.monotonic() + drain_s + _BEYOND_DRAIN_S
         while len(signals) < 2 and time.monotonic() < deadline:
             try:
-                outcomes = draining.results(timeout_s=_POLL_INTERVAL_S, return_exceptions=True)
+                outcomes = drain_answers.results(timeout_s=_POLL_INTERVAL_S, return_exceptions=True)
             except TimeoutError:
                 continue
             if not any(isinstance(outcome, TimeoutError) for outcome in outcomes):
@@ -228,17 +228,17 @@ def _serve_until_signal(handle: Any, server: ServerSettings, settings: FleetSett
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
     """The signals so far; the third one ends the process, as it does without a handler."""
-    received: list[signal.Signals] = []
+    signals: list[signal.Signals] = []
 
     def record_signal(number: int, frame: object) -> None:
-        received.append(signal.Signals(number))
-        if len(received) > 1:
+        signals.append(signal.Signals(number))
+        if len(signals) > 1:
             for handled in handlers:
                 signal.signal(handled, signal.SIG_DFL)
 
     handlers = {number: signal.signal(number, record_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield signals
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -68,7 +68,7 @@ class ReplicaRanks:
     def __init__(self, make_engine: MakeEngine, settings: FleetSettings) -> None:
         """Start the other ranks in this replica's placement group, and build the engine together."""
         self._actors: list[Any] = []
-        self._ended: asyncio.Future[list[None]] | None = None  # of the other ranks
+        self._runs: asyncio.Future[list[None]] | None = None  # of the other ranks
         if settings.ranks == 1:
             self.engine = make_engine(None)
             return
@@ -87,7 +87,7 @@ class ReplicaRanks:
             for rank, actor in enumerate(self._actors, 1)
         ]
         self.engine = make_engine(_joined_groups(store, 0, settings.ranks))
-        self._ended = asyncio.gather(*runs)
+        self._runs = asyncio.gather(*runs)
 
     async def processes(self) -> list[int]:
         return list(await asyncio.gather(*(actor.process.remote() for actor in self._actors)))
@@ -95,9 +95,9 @@ class ReplicaRanks:
     @property
     def failure(self) -> BaseException | None:
         """Why a rank has failed, or that all have left; None before that."""
-        if self._ended is None or not self._ended.done():
+        if self._runs is None or not self._runs.done():
             return None
-        return self._ended.exception() or RuntimeError("the ranks have ended")
+        return self._runs.exception() or RuntimeError("the ranks have ended")
 
 
 def _joined_groups(store: TCPStore, rank: int, num_ranks: int) -> ParallelGroups:

@@ -79,13 +79,13 @@ _SIZES = ("bytes_each", "block_size_tokens")
 def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
     """Replicas' snapshots as one: counts are sums, percentiles the slowest's, victims' ages the lowest."""
     values = list(snapshots.values())
-    merged: dict[str, Any] = _merged(values)
-    for name, pool in merged["pools"].items():
+    result: dict[str, Any] = _merged(values)
+    for name, pool in result["pools"].items():
         pool.update({size: values[0]["pools"][name][size] for size in _SIZES if size in pool})
     names = [f"{len(snapshots)} replicas: {', '.join(snapshots)}"] if len(snapshots) > 1 else []
-    merged["engine"]["description"] = [*names, *values[0]["engine"]["description"]]
-    merged["latency"] = _merged([snapshot["latency"] for snapshot in values], max)
-    merged["evictions"]["age_s"] = _merged([snapshot["evictions"]["age_s"] for snapshot in values], min)
+    result["engine"]["description"] = [*names, *values[0]["engine"]["description"]]
+    result["latency"] = _merged([snapshot["latency"] for snapshot in values], max)
+    result["evictions"]["age_s"] = _merged([snapshot["evictions"]["age_s"] for snapshot in values], min)
     tenants: dict[str, list[Snapshot]] = {}
     for snapshot in values:
         for tenant in snapshot["tenants"]:
@@ -95,7 +95,7 @@ def merged_snapshot(snapshots: Mapping[str, Snapshot]) -> dict[str, Any]:
         for name, snapshot in snapshots.items()
         for request in snapshot["requests"]
     ]
-    return merged | {
+    return result | {
         "time_s": max(snapshot["time_s"] for snapshot in values),
         "uptime_s": max(snapshot["uptime_s"] for snapshot in values),
         "warnings": [

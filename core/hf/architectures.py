@@ -218,11 +218,11 @@ def _check_features(text: Any) -> None:
         raise ValueError(
             f"sliding_window is {text.sliding_window}; accepted: None, attention sees the whole sequence"
         )
-    served = architecture.mixer_layers | architecture.attention_layers | architecture.other_layers
+    layer_types = architecture.mixer_layers | architecture.attention_layers | architecture.other_layers
     for name in text.layer_types:
-        if name not in served:
+        if name not in layer_types:
             raise ValueError(
-                f"layer_types has {name!r}; accepted in {text.model_type}: {', '.join(sorted(served))}"
+                f"layer_types has {name!r}; accepted in {text.model_type}: {', '.join(sorted(layer_types))}"
             )
     activation = None if architecture.activation is None else getattr(text, architecture.activation)
     if activation not in (None, "silu", "swish"):

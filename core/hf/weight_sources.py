@@ -112,12 +112,12 @@ def find_sources(
     kind = type(model).__name__
     by_target, unmatched = _match(model, weights, files.names)
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    ignored = [
+    ignored_names = [
         name
         for name, new_name in unmatched.items()
         if any(re.search(pattern, name) or re.search(pattern, new_name) for pattern in patterns)
     ]
-    if superfluous := [name for name in unmatched if name not in ignored]:
+    if superfluous := [name for name in unmatched if name not in ignored_names]:
         raise ModelFolderError(f"the folder has weights that {kind} has not: {joined_names(superfluous)}")
     for source in by_target.values():
         _check(source, weights[source.target].shape, files)
@@ -126,7 +126,7 @@ def find_sources(
     tied_names = set().union(*(tie for tie in ties if not tie.isdisjoint(by_target.keys())))
     if absent_names := sorted(missing_names - tied_names, key=dot_natural_key):
         raise ModelFolderError(f"the folder lacks weights of {kind}: {joined_names(absent_names)}")
-    return list(by_target.values()), ignored, missing_names
+    return list(by_target.values()), ignored_names, missing_names
 
 
 def _match(
@@ -213,9 +213,9 @@ def load_weights(
 ) -> None:  # fmt: skip
     """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first."""
     with WeightFiles(folder, blocks) as files:
-        sources, ignored, missing_names = find_sources(model, files)
-        if ignored:
-            logger.info("%s: not loaded, not of the text model: %s", folder, joined_names(ignored))
+        sources, ignored_names, missing_names = find_sources(model, files)
+        if ignored_names:
+            logger.info("%s: not loaded, not of the text model: %s", folder, joined_names(ignored_names))
         if files.activation_scales:
             scales = joined_names(files.activation_scales)
             logger.info("%s: not used, activations are not quantised: %s", folder, scales)

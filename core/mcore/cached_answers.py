@@ -144,10 +144,10 @@ def _append_tokens(context: Any, tokens: Tensor) -> None:
         return
     first_row = context.paused_request_count
     ids = context.request_ids[first_row : first_row + len(tokens)].tolist()
-    unfinished = context.chunked_prefill_request_id
+    unfinished_id = context.chunked_prefill_request_id
     for request_id, token in zip(ids, tokens.tolist(), strict=True):
         track = tracks.get(request_id)
-        if track is not None and request_id != unfinished:
+        if track is not None and request_id != unfinished_id:
             track.generated.append(token)
     if (allocator := getattr(context, "mamba_slot_allocator", None)) is not None:
         allocator.answers.commit_known()

@@ -89,14 +89,14 @@ class HostRecord:
         if track := RequestTrack.of(request, block_size_tokens):
             self.tracks[request_id] = track
 
-    def count_chunk(self, request_id: int, finished: int, skipped: int, length: int) -> None:
-        """Count prompt tokens [finished, finished + length), the first `skipped` of them resumed."""
-        start = finished + skipped
-        stop = finished + length
-        if skipped:
+    def count_chunk(self, request_id: int, num_finished: int, num_skipped: int, length: int) -> None:
+        """Count prompt tokens [num_finished, num_finished + length), the first `num_skipped` resumed."""
+        start = num_finished + num_skipped
+        stop = num_finished + length
+        if num_skipped:
             self.num_hits += 1
         spans = self.spans.get(request_id, ())
-        self.ledger += TokenLedger.of_step(range(finished, start), range(start, stop), spans, 0, stop)
+        self.ledger += TokenLedger.of_step(range(num_finished, start), range(start, stop), spans, 0, stop)
 
     def remove(self, request_ids: Iterable[int]) -> None:
         """These requests left the context."""

@@ -30,8 +30,8 @@ def allocate_mamba_cache(original: Callable[..., None], self: Any, mamba_gb: flo
     context_module = importlib.import_module(DYNAMIC_CONTEXT.partition(":")[0])
     state = _state_bytes(self)
     scratch = int(self.max_mamba_intermediate_states_per_step)
-    affordable = int(mamba_gb * 2**30) // state - scratch if state else INT32_MAX
-    stage_slots = max(0, min(INT32_MAX, affordable))
+    num_affordable = int(mamba_gb * 2**30) // state - scratch if state else INT32_MAX
+    stage_slots = max(0, min(INT32_MAX, num_affordable))
     slots = stage_slots
     group = self.pipeline_parallel_group
     if context_module.get_pg_size(group) > 1:

@@ -46,12 +46,12 @@ def match_chunk(context: Any, request: Any, length: int) -> HostMatch:
     state_block = -1
     if blocks and allocator is not None and finished % size == 0:
         state_block_of_hash = allocator.hash_to_block_id
-        reachable = 0 if _needs_every_token(request) else length - 1
+        max_skip = 0 if _needs_every_token(request) else length - 1
         for depth in range(len(blocks), 0, -1):
             if hashes[depth - 1] not in state_block_of_hash:
                 continue
             num_resumable = num_resumable or depth
-            if depth * size <= reachable:
+            if depth * size <= max_skip:
                 skip_tokens = depth * size
                 state_block = state_block_of_hash[hashes[depth - 1]]
                 break
@@ -149,12 +149,12 @@ def add_request(
     if finished == 0:
         record.begin(req, int(self.block_size_tokens), spans)
     shared_from = match.first_block - writes_shared_tail
-    computed = range(finished + match.skip_tokens, finished + length)
-    _redirect_writes(self, computed, shared_from, match.first_block + len(match.matched_blocks))
-    adopted = _adopt_twins(self, req, row, computed, match)
+    positions = range(finished + match.skip_tokens, finished + length)
+    _redirect_writes(self, positions, shared_from, match.first_block + len(match.matched_blocks))
+    has_adopted = _adopt_twins(self, req, row, positions, match)
     if allocator is not None:
         _queue_restore(self, row, finished, match)
-        if adopted:
+        if has_adopted:
             allocator.compute_and_store_offsets(
                 req, row, match.skip_tokens, length, len(match.matched_blocks),
                 list(match.matched_blocks), match.required_blocks,
@@ -185,22 +185,22 @@ def _continues_in_shared_block(context: Any, req: Any, row: int) -> bool:
     return bool(context.kv_block_allocator.kv_hash_to_block_id.get(hashes[index], -1) == block)
 
 
-def _redirect_writes(context: Any, computed: range, first_block: int, stop_block: int) -> None:
-    """Send the KV of the newest tokens, positions `computed`, to the dummy block inside these blocks."""
-    start = max(computed.start, first_block * context.block_size_tokens)
-    stop = min(computed.stop, stop_block * context.block_size_tokens)
+def _redirect_writes(context: Any, positions: range, first_block: int, stop_block: int) -> None:
+    """Send the KV of the newest tokens, at `positions`, to the dummy block inside these blocks."""
+    start = max(positions.start, first_block * context.block_size_tokens)
+    stop = min(positions.stop, stop_block * context.block_size_tokens)
     if start < stop:
-        origin = context.active_token_count - computed.stop  # the step's index of position 0
+        origin = context.active_token_count - positions.stop  # the step's index of position 0
         tokens = slice(origin + start, origin + stop)
         context.token_to_block_idx[tokens] = context.kv_block_allocator.dummy_block_idx
 
 
-def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostMatch) -> bool:
+def _adopt_twins(context: Any, req: Any, row: int, positions: range, match: HostMatch) -> bool:
     """Replace blocks that the chunk completes where another block is registered under the same hash."""
     size = context.block_size_tokens
     hashes = req.precomputed_block_hashes
     first_block = req.finished_chunk_token_count // size
-    stop = min(computed.stop // size, len(hashes))
+    stop = min(positions.stop // size, len(hashes))
     if first_block == match.first_block:  # the matched blocks, which are registered, come first
         first_block += len(match.matched_blocks)
     blocks = context.request_to_kv_block_ids[row, first_block:stop].tolist() if first_block < stop else ()
@@ -209,7 +209,7 @@ def _adopt_twins(context: Any, req: Any, row: int, computed: range, match: HostM
     for index, block in enumerate(blocks, first_block):
         has_twin = block_of_hash.get(hashes[index], block) != block
         if has_twin and adopt_twin(context, row, index, hashes[index]):
-            _redirect_writes(context, computed, index, index + 1)
+            _redirect_writes(context, positions, index, index + 1)
             has_adopted = True
     return has_adopted
 
@@ -247,9 +247,9 @@ def _queue_restore(context: Any, row: int, finished: int, match: HostMatch) -> N
 def execute_pending_mamba_ops(original: Callable[..., None], self: Any) -> None:
     """Restore all states of the step in one copy; a missing state is an error."""
     if self._pending_mamba_restores:
-        pending = [(block, live_slot) for _, block, live_slot in self._pending_mamba_restores]
+        restores = [(block, live_slot) for _, block, live_slot in self._pending_mamba_restores]
         self._pending_mamba_restores.clear()
-        self.mamba_slot_allocator.restore_batch(pending)
+        self.mamba_slot_allocator.restore_batch(restores)
     original(self)
 
 

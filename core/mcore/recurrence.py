@@ -152,18 +152,18 @@ class RecurrenceDriver:
             context.mamba_slot_allocator.commit_intermediate_states()
         self.check()
         ids = self._active()
-        sampled = [self._sample(number, sample) for number in ids]
+        sampled_tokens = [self._sample(number, sample) for number in ids]
         mask = torch.tensor([number not in finish for number in ids], dtype=torch.uint8)
-        result = context.update_requests(mask, torch.tensor(sampled)) or {}
-        for number, token in zip(ids, sampled, strict=True):
+        result = context.update_requests(mask, torch.tensor(sampled_tokens)) or {}
+        for number, token in zip(ids, sampled_tokens, strict=True):
             if self.running[number].is_prefilled:
                 self.running[number].sequence.append(token)
         self._forget(finish, result)
         return result
 
-    def _forget(self, finished: tuple[int, ...], update: Any) -> None:
+    def _forget(self, finished_ids: tuple[int, ...], update: Any) -> None:
         evicted_ids = update.get("evict_request_ids") if update else None
-        for number in (*finished, *([] if evicted_ids is None else evicted_ids.tolist())):
+        for number in (*finished_ids, *([] if evicted_ids is None else evicted_ids.tolist())):
             del self.running[number]
 
     def serve(
@@ -174,8 +174,8 @@ class RecurrenceDriver:
         running = self.running[number]
         while not running.is_prefilled:
             self.step()
-            remaining = running.request.remaining_prompt_length
-            self.add_chunk(number, None if chunk is None or remaining <= chunk else chunk)
+            num_remaining = running.request.remaining_prompt_length
+            self.add_chunk(number, None if chunk is None or num_remaining <= chunk else chunk)
         for _ in range(new_tokens - 1):
             self.step()
         self.step(finish=(number,))
@@ -202,7 +202,7 @@ class RecurrenceDriver:
         dims = context.batch_dimensions
         for i in range(dims.decode_req_count):
             self._advance(int(metadata.batch_indices_decode[i]), ids[i : i + 1])
-        packed = ids[dims.decode_req_count :]
+        prefill_ids = ids[dims.decode_req_count :]
         if not dims.prefill_req_count:
             return
         starts = metadata.cu_seqlens.tolist()
@@ -217,12 +217,12 @@ class RecurrenceDriver:
             window = context.mamba_conv_states[0, slot].clone()
             for _ in range(metadata.per_request_intermediate_counts[i] if row < len(positions) else 0):
                 expect("the end of a checkpoint's chunk", ends[chunks[row] + 1], positions[row])
-                prefix = packed[start : positions[row]]
+                prefix = prefill_ids[start : positions[row]]
                 allocator = context.mamba_slot_allocator
                 allocator.intermediate_ssm_out[0, row] = state + prefix.sum()
                 allocator.intermediate_conv_out[0, row] = torch.cat([window[0], prefix])[-WIDTH:]
                 row += 1
-            self._advance(slot, packed[start : starts[i + 1]])
+            self._advance(slot, prefill_ids[start : starts[i + 1]])
         expect("checkpoints of the step", row, len(positions))
 
     def _advance(self, slot: int, inputs: torch.Tensor) -> None:

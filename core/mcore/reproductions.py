@@ -73,12 +73,12 @@ def a_request_that_does_not_fit() -> None:
 
 
 def suspend_and_resume() -> None:
-    for mode, resumed in ((MODES.RECOMPUTE, 0), (MODES.OFFLOAD, 3 * BLOCK)):
+    for mode, num_resumed in ((MODES.RECOMPUTE, 0), (MODES.OFFLOAD, 3 * BLOCK)):
         driver = RecurrenceDriver(make_context(kv_cache_management_mode=mode))
         driver.serve(PROMPT)
         driver.context.deallocate_inference_state_buffers()
         driver.context.reinitialize_inference_state_buffers()
-        expect("resumed", [driver.serve(PROMPT)[0] for _ in range(2)], [resumed, 3 * BLOCK])
+        expect("resumed", [driver.serve(PROMPT)[0] for _ in range(2)], [num_resumed, 3 * BLOCK])
         driver.check_idle()
 
 

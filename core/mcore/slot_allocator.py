@@ -117,15 +117,15 @@ class HostSlotAllocator(MambaSlotAllocator):
         self.pin(slot)
         self._restore_pins.append(slot)
 
-    def restore_batch(self, pending: Sequence[tuple[int, int]]) -> None:
+    def restore_batch(self, restores: Sequence[tuple[int, int]]) -> None:
         """Copy the states of (block, live slot) pairs in one call, and unpin them; none where one is gone."""
-        slots = [self.get_slot(block) for block, _ in pending]
+        slots = [self.get_slot(block) for block, _ in restores]
         if min(slots) < 0:
-            blocks = [block for (block, _), slot in zip(pending, slots, strict=True) if slot < 0]
+            blocks = [block for (block, _), slot in zip(restores, slots, strict=True) if slot < 0]
             raise RuntimeError(f"blocks {blocks} were to be restored, and have no state")
         for slot in slots:
             self.slots.cached_states.record_use(slot)
-        self._host_states.restore(slots, [live_slot for _, live_slot in pending])
+        self._host_states.restore(slots, [live_slot for _, live_slot in restores])
         self.unpin_restores()
 
     def unpin_restores(self) -> None:
@@ -144,22 +144,22 @@ class HostSlotAllocator(MambaSlotAllocator):
         """Make room by evicting states of blocks that no request holds, by default the oldest of the host."""
         kv = self.context.kv_block_allocator
         slot_of_block = self.slots.cached_states.slot_of_block
-        required = len({block for block in blocks if block not in slot_of_block})
-        num_missing = required - self.free_count
+        num_required = len({block for block in blocks if block not in slot_of_block})
+        num_missing = num_required - self.free_count
         if num_missing <= 0:
             return
         fixed_slots = {*self.slots.pins, *map(slot_of_block.get, blocks)}
         candidates = [block for block, slot in slot_of_block.items() if slot not in fixed_slots]
         ref_counts = kv.block_ref_counts[torch.tensor(candidates, dtype=torch.int64, device="cpu")].tolist()
-        counted = zip(candidates, ref_counts, strict=True)
-        block_of_slot = {slot_of_block[block]: block for block, count in counted if not count}
+        blocks_and_counts = zip(candidates, ref_counts, strict=True)
+        block_of_slot = {slot_of_block[block]: block for block, count in blocks_and_counts if not count}
         if len(block_of_slot) < num_missing:
-            raise HostCapacityError(required, len(block_of_slot) + self.free_count)
-        committed = set(slot_of_block.values())
-        victims = self.slots.next_victims(len(block_of_slot), committed.difference(block_of_slot))
+            raise HostCapacityError(num_required, len(block_of_slot) + self.free_count)
+        committed_slots = set(slot_of_block.values())
+        victims = self.slots.next_victims(len(block_of_slot), committed_slots.difference(block_of_slot))
         if self.settings.eviction is None and hasattr(kv, "block_timestamps"):
             victims.sort(key=lambda slot: int(kv.block_timestamps[block_of_slot[slot]]))
-        self.slots.evict(num_missing, committed.difference(victims[:num_missing]))
+        self.slots.evict(num_missing, committed_slots.difference(victims[:num_missing]))
 
     def register_block_hashes_batch(self, block_ids: list[int], hashes: list[int]) -> None:
         """See the base; a block without a slot gets one with a zero state, where a slot is free."""

@@ -85,9 +85,9 @@ def init(original: Callable[..., None], self: Any, model_config: Any, inference_
     """
     group = _pipeline_group(model_config, inference_config)
     rank = 0 if group is None else torch.distributed.get_rank(group)
-    agreed = agreed_config(inference_config, _gathered_stages(inference_config, group), rank)
+    config = agreed_config(inference_config, _gathered_stages(inference_config, group), rank)
     try:
-        original(self, model_config, agreed)
+        original(self, model_config, config)
     except ZeroDivisionError:  # megatron-core logs a summary that divides by the bytes of a state
         if self.num_mamba_layers or getattr(self, "mamba_slot_allocator", None) is None:
             raise
@@ -151,10 +151,10 @@ def agreed_config(config: Any, stages: Sequence[Stage], rank: int) -> Any:
 
 def _replaced(config: Any, **changes: Any) -> Any:
     """A changed copy. `dataclasses.replace` would run the checks and log lines of InferenceConfig again."""
-    changed = copy.copy(config)
+    changed_config = copy.copy(config)
     for name, value in changes.items():
-        setattr(changed, name, value)
-    return changed
+        setattr(changed_config, name, value)
+    return changed_config
 
 
 def _check_stages(config: Any, stages: Sequence[Stage]) -> None:

@@ -52,10 +52,10 @@ def why_not_deeper(
         return f"Its prompt was computed before a restart; it resumed {resume_point} tokens."
     first_start, stop, reason = first_span
     start = max(first_start, resume_point)
-    resumed = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
+    intro = f"It resumed {resume_point} of {num_prompt_tokens} tokens; tokens" if resume_point else "Tokens"
     fills_smaller_block = reason == "partial_block" and stop - start >= grid
     sentence = _SMALLER_BLOCK if fills_smaller_block else _SENTENCES[reason]
-    return f"{resumed} {start} to {stop} were computed: {sentence.format(grid=grid)}."
+    return f"{intro} {start} to {stop} were computed: {sentence.format(grid=grid)}."
 
 
 _ADVISED: tuple[ComputeReason, ...] = ("state_not_taken", "branch_first_seen", "disabled")

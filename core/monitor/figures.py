@@ -50,9 +50,9 @@ class DurationHistogram:
     @property
     def percentiles(self) -> dict[str, float | None]:
         """By nearest rank: "p50" for percent 50. None where there are no values."""
-        ordered = sorted(self.recent)
+        values = sorted(self.recent)
         return {
-            f"p{percent}": ordered[ceil_div(len(ordered) * percent, 100) - 1] if ordered else None
+            f"p{percent}": values[ceil_div(len(values) * percent, 100) - 1] if values else None
             for percent in self.percents
         }
 
@@ -179,9 +179,9 @@ class Series:
 
     def _end_intervals(self, now_s: float) -> None:
         num_ended = int((now_s - self._ends_s) // INTERVAL_S) + 1
-        skipped = max(0, num_ended - NUM_POINTS)
-        self._ends_s += skipped * INTERVAL_S
-        for _ in range(num_ended - skipped):
+        num_skipped = max(0, num_ended - NUM_POINTS)
+        self._ends_s += num_skipped * INTERVAL_S
+        for _ in range(num_ended - num_skipped):
             self._points.append((self._ends_s, self._point()))
             self._counts_at_start = self._counts
             self._most_running = self._stats.num_running

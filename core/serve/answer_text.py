@@ -41,14 +41,14 @@ class AnswerText:
     """
 
     def __init__(
-        self, text: TextCodec | None, stops: Sequence[str], previous: int, keeps_tokens: bool
+        self, text: TextCodec | None, stops: Sequence[str], previous_token: int, keeps_tokens: bool
     ) -> None:
         self.num_tokens = 0
         self._detokenizer = text.detokenizer() if text is not None else None
         self._codec = text
         self._stops = StopStrings(stops)
         self._keeps_tokens = keeps_tokens
-        self._previous_token = previous
+        self._previous_token = previous_token
         self._num_characters = 0
         self._unplaced: list[AnswerToken] = []  # tokens whose characters are not complete
         self._pending: list[tuple[int, AnswerToken]] = []  # not returned, after the end of their text

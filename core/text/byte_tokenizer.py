@@ -64,10 +64,10 @@ class ByteTokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` into `folder`."""
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        added = sorted((token, name) for name, token in self.special_tokens.items())
+        ids_and_names = sorted((token, name) for name, token in self.special_tokens.items())
         content: dict[str, Any] = {
             "version": "1.0",
-            "added_tokens": [{"id": token, "content": name, **flags} for token, name in added],
+            "added_tokens": [{"id": token, "content": name, **flags} for token, name in ids_and_names],
             "pre_tokenizer": _BYTE_LEVEL,
             "decoder": _BYTE_LEVEL,
             "model": {
@@ -107,9 +107,9 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 def _byte_characters() -> str:
     """The characters that stand for the bytes in a byte-level vocabulary, in the order of the bytes."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    visible_bytes = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
-    return "".join(chr(byte if byte in visible else next(substitutes)) for byte in range(256))
+    return "".join(chr(byte if byte in visible_bytes else next(substitutes)) for byte in range(256))
 
 
 _BYTE_CHARACTERS = _byte_characters()

@@ -234,7 +234,7 @@ class TextCodec:
         """
         template = self._checked_template(messages)
         indices = list(marked_messages) if isinstance(marked_messages, Set) else marked_messages
-        marked = integers("marked_messages", indices, 0, len(messages) - 1)
+        checked_indices = integers("marked_messages", indices, 0, len(messages) - 1)
         generation = boolean("add_generation_prompt", add_generation_prompt)
         text = template.render(messages, generation, **variables)
         tokens, cuts = self.tokenizer.encode_with_cuts(text)
@@ -242,7 +242,7 @@ class TextCodec:
             text, messages, render=lambda chat, prompts: template.render(chat, prompts, **variables),
             has_tools=bool(variables.get("tools")),
         )  # fmt: skip
-        marks = branch_tokens(text, tokens, cuts, branches.find(marked), self._encode_part)
+        marks = branch_tokens(text, tokens, cuts, branches.find(checked_indices), self._encode_part)
         return MarkedPrompt(tokens, marks)
 
     def _encode_part(self, text: str) -> list[int]:
@@ -286,9 +286,9 @@ class GenerationDefaults:
         fields = read_object(path) if path.is_file() else {}
         text_config = section(folder / CONFIG, config, "text_config")
         stops = _first(*(source.get("eos_token_id") for source in (fields, text_config, config)), [])
-        ignored = [name for name, none in _NOT_APPLIED.items() if fields.get(name) not in (None, none)]
-        if ignored:
-            logger.info("%s: not applied: %s", path, ", ".join(ignored))
+        ignored_names = [name for name, none in _NOT_APPLIED.items() if fields.get(name) not in (None, none)]
+        if ignored_names:
+            logger.info("%s: not applied: %s", path, ", ".join(ignored_names))
         names = ["repetition_penalty", "frequency_penalty", "presence_penalty"]
         arguments: dict[str, Any] = {}
         if fields.get("do_sample"):

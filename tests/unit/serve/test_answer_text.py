@@ -24,7 +24,7 @@ def groups_of_tokens(draw: st.DrawFn) -> list[list[int]]:
 
 @given(groups_of_tokens(), st.lists(st.text("ab€é\ufffd", min_size=1, max_size=4), max_size=4), st.booleans())
 def test_pieces_are_the_text_before_the_stop(groups: list[list[int]], stops: list[str], keeps: bool) -> None:
-    answer = AnswerText(CODEC, stops, previous=0, keeps_tokens=keeps)
+    answer = AnswerText(CODEC, stops, previous_token=0, keeps_tokens=keeps)
     pieces, num_pushed = [], 0
     for group in groups:
         if answer.has_stopped:
@@ -48,7 +48,7 @@ def test_pieces_are_the_text_before_the_stop(groups: list[list[int]], stops: lis
 
 
 def test_a_model_without_a_tokenizer_answers_with_token_ids() -> None:
-    answer = AnswerText(None, (), previous=0, keeps_tokens=True)
+    answer = AnswerText(None, (), previous_token=0, keeps_tokens=True)
     piece = answer.push([GeneratedToken(7, None), GeneratedToken(9, None)])
     assert piece.text == ""
     assert [token.token for token in piece.tokens] == [7, 9]
@@ -68,13 +68,13 @@ class Words:
 
 
 def test_a_token_s_text_has_the_blank_before_it() -> None:
-    answer = AnswerText(TextCodec(Words()), (), previous=1, keeps_tokens=True)
+    answer = AnswerText(TextCodec(Words()), (), previous_token=1, keeps_tokens=True)
     piece = answer.push([GeneratedToken(token, -0.5) for token in (2, 3, 1)])
     assert piece.text == "worlds Hello"
     assert piece.tokens == [
         AnswerToken(2, " world", 0, -0.5), AnswerToken(3, "s", 5, -0.5), AnswerToken(1, " Hello", 6, -0.5),
     ]  # fmt: skip
-    begun = AnswerText(TextCodec(Words()), (), previous=0, keeps_tokens=True)
+    begun = AnswerText(TextCodec(Words()), (), previous_token=0, keeps_tokens=True)
     pushed = begun.push([GeneratedToken(token, -0.5) for token in (1, 2, 0)]), begun.finish()
     assert [token.text for token in AnswerDelta.joined(pushed).tokens] == ["Hello", " world", ""]
 
