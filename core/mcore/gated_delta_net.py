@@ -43,15 +43,11 @@ def ssm_prefill(
     ssm_state: Tensor,
     context: Any,
 ) -> Tensor:
-    """Write the states at the step's checkpoints to the allocator's scratch, row after row.
-
-    fla's kernels return the state after each sequence, so sequences are computed in pieces that end at the
-    checkpoints, on the kernels' chunk grid. A captured graph could not follow the checkpoints.
-    """
+    """Write the states at the step's checkpoints, which end pieces of sequences, to the scratch."""
     slots = context.mamba_slot_allocator
     if not isinstance(slots, MambaSlotAllocator):
         return original(self, projected, conv_state, ssm_state, context)
-    if projected.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if projected.device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # of fixed pieces
         raise HostCallError(
             "use_cuda_graphs_for_non_decode_steps is True; accepted with a gated delta net and a prefix "
             "cache: False"

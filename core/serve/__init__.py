@@ -4,7 +4,7 @@ A request goes through them in this order:
 
 server, server_settings, connections
                                      the process; clients that half-close, processes out of descriptors
-app, middleware                      endpoints; around each: the header Host, keys, an id, a log line
+app, middleware, api_keys            endpoints; around each: a key, the header Host, an id, a log line
 service                              admits requests, within the server's limits
 jobs, requests                       a body's bytes become a job; a body as a model, which checks each field
 generated_answer, served_engine      an answer that is generated and sent; an engine as the server sees it

@@ -18,9 +18,10 @@ from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..loaded_model import LoadedModel, LoadedText
 from ..validation import instance
 from .answer_json import AnswerFormat, ChatAnswerFormat
+from .api_keys import ApiKeys
 from .connections import FailedAccepts
 from .error_answers import JSONAnswer, RequestError, json_bytes
-from .middleware import AccessMiddleware, ApiKeys
+from .middleware import AccessMiddleware
 from .prometheus_text import connection_metrics, text_of
 from .served_engine import LocalEngine, ServedEngine
 from .server_settings import ServerSettings

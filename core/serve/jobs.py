@@ -77,9 +77,8 @@ class JobFactory:
         request = ChatRequest.read(fields, self._limits, header_salt)
         text = self._codec_for("messages")
         if text.chat_template is None:
-            raise bad_field(
-                "messages", "the model has no chat template; accepted: /v1/completions with a prompt"
-            )
+            message = "the model has no chat template; accepted: /v1/completions with a prompt"
+            raise bad_field("messages", message)
         messages = [
             message.for_template(message_fields)
             for message, message_fields in zip(request.messages, fields["messages"], strict=True)

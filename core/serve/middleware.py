@@ -1,21 +1,18 @@
-"""Around every request: checks of the header Host and of keys, an id, and a log line without content."""
+"""Around every request: checks of its key and of the header Host, an id, and a log line without content."""
 
-import hashlib
-import hmac
 import ipaddress
-import json
 import logging
 import re
 import secrets
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..monitor.figures import DEFAULT_TENANT
+from .api_keys import ApiKeys, Headers
 from .error_answers import RequestError
 from .server_settings import ServerSettings
 
@@ -23,9 +20,7 @@ logger = logging.getLogger(__name__)
 
 BROKEN_BY = "broken_by"
 """The key of a request's state for the code of what ended its answer before it was complete."""
-_POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")
-"""Routes that programs ask every few seconds."""
-_Headers = Sequence[tuple[bytes, bytes]]
+_POLLED = ("/", "/page/{name}", "/status.json", "/metrics", "/health")  # asked every few seconds
 
 
 class BrokenAnswerError(Exception):
@@ -35,7 +30,7 @@ class BrokenAnswerError(Exception):
 class AccessMiddleware:
     """ASGI middleware: gives each request an id and a log line, and admits it if its key is right."""
 
-    def __init__(self, app: ASGIApp, keys: "ApiKeys") -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
@@ -79,7 +74,7 @@ class AccessMiddleware:
             logger.log(level, "%s: %s %s %s %.3f s", request_id, scope["method"], route, outcome, seconds)
 
 
-def _check_lengths(headers: _Headers) -> None:
+def _check_lengths(headers: Headers) -> None:
     """RequestError 400 where a body has two lengths: proxies may disagree where the next request begins."""
     if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
         message = "the request has Content-Length and Transfer-Encoding; accepted: one of them"
@@ -102,61 +97,8 @@ def error_origin(error: BaseException) -> str:
     return f"{type(error).__name__} through {', '.join(places)}{cause_text}"
 
 
-class ApiKeys:
-    """The keys of a server, as digests. Paths under /v1 are for tenants, others for the operator."""
-
-    def __init__(self, api_keys: Mapping[str, str], admin_key: str | None) -> None:
-        self._tenants = [(tenant, _digest(key.encode())) for tenant, key in api_keys.items()]
-        self._admin = [] if admin_key is None else [(DEFAULT_TENANT, _digest(admin_key.encode()))]
-
-    def tenant_of(self, path: str, headers: _Headers) -> str:
-        """The tenant whose request has these headers; 401 for a wrong key, 403 for a closed path."""
-        is_for_tenants = path.startswith("/v1/")
-        keys = self._tenants if is_for_tenants else self._admin
-        is_open = path in ("/", "/health") or path.startswith("/page/")
-        if is_open or not (keys or self._tenants):
-            return DEFAULT_TENANT
-        if not keys:
-            raise RequestError(403, "this path is for the operator, and the server has no admin_key")
-        tenant = None
-        client_digest = _digest(_bearer(headers))
-        for name, digest in keys:  # all: the time is the same
-            if hmac.compare_digest(client_digest, digest):
-                tenant = name
-        if tenant is None:
-            key = "a tenant's key" if is_for_tenants else "the admin key"
-            raise RequestError(
-                401, f"the key is missing or wrong; accepted: the header Authorization: Bearer, with {key}",
-                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
-            )  # fmt: skip
-        return tenant
-
-
-def engine_salt(tenant: str, client_salt: str | None, has_keys: bool) -> bytes | None:
-    """The engine's salt of a tenant and its client's salt: b'["ann", "x"]'; None without keys and salt."""
-    if client_salt is None and not has_keys:
-        return None
-    return json.dumps([tenant, client_salt]).encode()
-
-
-def _digest(key: bytes) -> bytes:
-    """Digests have one length: the time of a comparison does not depend on the key's length."""
-    return hashlib.sha256(key).digest()
-
-
-def _bearer(headers: _Headers) -> bytes:
-    """The key in the headers; b"", which is no tenant's, where there is none or more than one."""
-    values = [value for name, value in headers if name == b"authorization"]
-    scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
-    return key.strip() if scheme.lower() == b"bearer" else b""
-
-
 class HostHeaderCheck:
-    """ASGI middleware that refuses requests whose header Host names another machine.
-
-    A web page can let a name of its own point to this machine; the browser then sends that name. Browsers
-    always send the header, so a request without it is admitted, which Starlette's own middleware refuses.
-    """
+    """ASGI middleware that refuses requests to a name that a web page lets point to this machine."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app
@@ -164,12 +106,11 @@ class HostHeaderCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            # Browsers always send the header; what comes without it is admitted, other than by Starlette's.
             hosts = [_without_port(value) for name, value in scope["headers"] if name == b"host"]
             if not all(host in self._names or _is_loopback(host) for host in hosts):
-                message = (
-                    "the header Host names another machine; accepted: localhost, and the names in "
-                    "allowed_hosts"
-                )
+                accepted = "localhost, and the names in allowed_hosts"
+                message = f"the header Host names another machine; accepted: {accepted}"
                 headers = {"connection": "close"}  # `AccessMiddleware` has not seen how long the body is
                 error = RequestError(403, message, code="wrong_host", headers=headers)
                 await error.response(scope, receive, send)

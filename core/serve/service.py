@@ -9,10 +9,10 @@ from starlette.requests import Request
 from ..errors import NoReplicaError
 from ..loaded_model import LoadedText
 from .answer_json import AnswerFormat
+from .api_keys import engine_salt
 from .error_answers import RequestError, refusal
 from .generated_answer import GeneratedAnswer, StreamedAnswer, within
 from .jobs import Job, JobFactory, body_too_slow, header_salt, read_body
-from .middleware import engine_salt
 from .served_engine import ServedEngine
 from .server_settings import ServerSettings
 

@@ -22,7 +22,7 @@ import mambaslots as ms
 import torch
 from fuzzing.malformed_bodies import MAX_BODY_BYTES
 from mambaslots.serve import ServerSettings, make_app
-from mambaslots.serve.middleware import engine_salt
+from mambaslots.serve.api_keys import engine_salt
 from oracle.faulty_copies import make_faulty
 from oracle.random_engine import random_plan, with_tier
 from oracle.served import Served, serving_app

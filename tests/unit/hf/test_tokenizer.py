@@ -18,7 +18,7 @@ from mambaslots import hf
 from mambaslots.hf.tokenizer import TransformersTokenizer, load_text
 from mambaslots.serve.requests import NOT_VARIABLES
 from mambaslots.text import ByteTokenizer, ChatTemplate, TextCodec
-from mambaslots.text.codec import Detokenizer
+from mambaslots.text.detokenizer import Detokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

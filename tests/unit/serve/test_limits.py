@@ -17,7 +17,7 @@ import openai
 import pytest
 from mambaslots.inference.contexts.cache.pins import PinnedPrefix
 from mambaslots.serve import ServerSettings, make_app
-from mambaslots.serve.middleware import engine_salt
+from mambaslots.serve.api_keys import engine_salt
 from oracle.latched_model import PATIENCE_S
 from oracle.served import Reply, Served, serving, small_config, tiny_loaded
 

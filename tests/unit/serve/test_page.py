@@ -16,8 +16,9 @@ pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 from mambaslots.serve import ServerSettings, make_app
+from mambaslots.serve.api_keys import ApiKeys
 from mambaslots.serve.app import page_router
-from mambaslots.serve.middleware import AccessMiddleware, ApiKeys
+from mambaslots.serve.middleware import AccessMiddleware
 
 TINY_CODE = Path(__file__).parents[3] / "models/tiny-code"
 NOTHING = "\u2013"  # a dash

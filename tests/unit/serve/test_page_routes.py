@@ -18,8 +18,9 @@ from oracle.operations_snapshot import snapshot
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
+from mambaslots.serve.api_keys import ApiKeys
 from mambaslots.serve.app import page_router
-from mambaslots.serve.middleware import AccessMiddleware, ApiKeys
+from mambaslots.serve.middleware import AccessMiddleware
 from oracle.browser import PageServer
 
 ROOT = Path(__file__).parents[3]

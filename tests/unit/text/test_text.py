@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.files import ModelFolderError
 from mambaslots.text import ByteTokenizer, ChatTemplate, GenerationDefaults, TextCodec
-from mambaslots.text.codec import Detokenizer
+from mambaslots.text.detokenizer import Detokenizer
 
 SPECIALS = {"<|user|>": 256, "<|end|>": 257, "<|end|>!": 258}
 TEMPLATE = """\
