@@ -63,9 +63,8 @@ def make_engine(
     except (RuntimeError, MemoryError) as error:  # torch has no class of errors for a CPU's memory
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
-        raise ValueError(
-            "the pools do not fit into memory; accepted: less --memory-gb, or smaller pools"
-        ) from error
+        message = "the pools do not fit into memory; accepted: less --memory-gb, or smaller pools"
+        raise ValueError(message) from error
 
 
 def inference_config(

@@ -122,13 +122,11 @@ def _checked_settings(options: argparse.Namespace) -> ServerSettings:
     if options.ingresses is not None and not has_replicas:
         raise ValueError(f"--ingresses is {options.ingresses} without --replicas; accepted: both, or neither")
     if has_replicas and options.record is not None:
-        raise ValueError(
-            "--record and --replicas are both given; accepted: one of them, because a trace is of one engine"
-        )
+        accepted = "one of them, because a trace is of one engine"
+        raise ValueError(f"--record and --replicas are both given; accepted: {accepted}")
     if has_replicas and _is_under_torchrun():
-        raise ValueError(
-            "--replicas or --tp is given under torchrun, which has started the ranks; accepted: neither"
-        )
+        mistake = "--replicas or --tp is given under torchrun, which has started the ranks"
+        raise ValueError(f"{mistake}; accepted: neither")
     joins_cluster = has_replicas and os.environ.get(CLUSTER)  # whose Ray Serve may listen there already
     if not joins_cluster and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks this one alone serves
         listen(options.host, options.port).close()

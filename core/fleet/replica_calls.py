@@ -29,7 +29,10 @@ class ReplicaCalls:
         self._streams = handle.options(method_name="stream", stream=True)
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[AnswerPart]:
-        """The parts of an answer; closing the iterator ends it. NoReplicaError: Ray deployed none."""
+        """The parts of an answer; closing the iterator ends the request.
+
+        ReplicaLostError: the replica is gone, gave up, or is silent. NoReplicaError: Ray deployed none.
+        """
         # In a context of its own, because Ray routes all calls of one HTTP request as one.
         self._known_replicas.begin(request.request_id)
         parts = contextvars.Context().run(self._streams.remote, request)

@@ -53,14 +53,10 @@ def counts_of_all(ingress: str, counts: Counts, reports: Sequence[ReplicaReport]
 
 def fleet_metrics(counts: Counts, reports: Sequence[ReplicaReport] = ()) -> list[Metric]:
     """The replicas' metrics, each with the label `replica`; `counts` are the fleet's own, others are 0."""
-    kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
-    metrics = [
-        metric
-        for kind, table in kinds
-        for metric in families(
-            kind, ((f"fleet_{name}", text, counts.get(name, 0), "") for name, text in table.items())
-        )
-    ]
+    metrics: list[Metric] = []
+    for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        rows = [(f"fleet_{name}", text, counts.get(name, 0), "") for name, text in table.items()]
+        metrics += families(kind, rows)
     of_replicas: dict[str, Metric] = {}
     for report in reports:
         for family in report.metrics:

@@ -215,15 +215,13 @@ def _check_features(text: Any) -> None:
     """Raise a ValueError that names what the config asks for and is not served."""
     architecture = ARCHITECTURES[text.model_type]
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-        raise ValueError(
-            f"sliding_window is {text.sliding_window}; accepted: None, attention sees the whole sequence"
-        )
+        accepted = "None, attention sees the whole sequence"
+        raise ValueError(f"sliding_window is {text.sliding_window}; accepted: {accepted}")
     layer_types = architecture.mixer_layers | architecture.attention_layers | architecture.other_layers
     for name in text.layer_types:
         if name not in layer_types:
-            raise ValueError(
-                f"layer_types has {name!r}; accepted in {text.model_type}: {', '.join(sorted(layer_types))}"
-            )
+            accepted = ", ".join(sorted(layer_types))
+            raise ValueError(f"layer_types has {name!r}; accepted in {text.model_type}: {accepted}")
     activation = None if architecture.activation is None else getattr(text, architecture.activation)
     if activation not in (None, "silu", "swish"):
         raise ValueError(

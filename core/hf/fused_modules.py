@@ -97,9 +97,8 @@ class AttentionForward:
         if getattr(module, "key_multiplier", 1) != 1:
             key = key * module.key_multiplier
         if position_embeddings is None and self._head_norms:
-            raise ValueError(
-                f"position_embeddings of {type(module).__name__} is None; accepted: cosines and sines"
-            )
+            name = type(module).__name__
+            raise ValueError(f"position_embeddings of {name} is None; accepted: cosines and sines")
         if position_embeddings is not None:
             cos, sin = (angles[0] for angles in position_embeddings)
             weights = [getattr(module, name).weight for name in self._head_norms]

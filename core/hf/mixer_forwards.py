@@ -35,9 +35,8 @@ class Mamba2Forward:
         projected = mixer.in_proj(scaled(hidden_states[0], getattr(mixer, "ssm_in_multiplier", 1)))
         if hasattr(mixer, "mup_vector"):
             projected = projected * mixer.mup_vector[0]
-        gate, raw, dt = torch.split(
-            projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1
-        )
+        widths = [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads]
+        gate, raw, dt = torch.split(projected, widths, dim=-1)
         heads = (mixer.num_heads, mixer.head_dim)
         groups = (mixer.n_groups, mixer.ssm_state_size)
         conv = mixer.conv1d

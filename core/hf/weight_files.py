@@ -113,9 +113,8 @@ class WeightFiles(ExitStack):
             if dtype == torch.float8_e4m3fn and name not in self._scaled:
                 raise ModelFolderError(f"{name} is stored in float8_e4m3fn, and {name + _SCALE} is missing")
             if dtype != torch.float8_e4m3fn and name in self._scaled:
-                raise ModelFolderError(
-                    f"{name} is stored in {dtype} with {name + _SCALE}; accepted: torch.float8_e4m3fn"
-                )
+                message = f"{name} is stored in {dtype} with {name + _SCALE}; accepted: torch.float8_e4m3fn"
+                raise ModelFolderError(message)
         for name in scales:
             weight = name.removesuffix(_SCALE)
             if weight not in self._scaled:

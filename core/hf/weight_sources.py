@@ -160,9 +160,8 @@ def _check(source: WeightSource, shape: torch.Size, files: WeightFiles) -> None:
     names = source.names
     for name in names:
         if (dtype := files.dtype(name)) not in _DTYPES:
-            raise ModelFolderError(
-                f"{name} of the folder has the dtype {dtype}; accepted: {', '.join(map(str, _DTYPES))}"
-            )
+            accepted = ", ".join(map(str, _DTYPES))
+            raise ModelFolderError(f"{name} of the folder has the dtype {dtype}; accepted: {accepted}")
     if source.is_one_tensor:
         if files.shape(names[0]) != shape:
             raise ModelFolderError(

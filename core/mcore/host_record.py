@@ -21,11 +21,10 @@ class HostCallError(ValueError, AssertionError):
 
 def check_lengths(block_ids: Sequence[int], **lists: Sequence[int] | None) -> None:
     """Raise a HostCallError unless each of `lists` that is given has an entry for each block."""
+    num_blocks = len(block_ids)
     for name, entries in lists.items():
-        if entries is not None and len(entries) != len(block_ids):
-            raise HostCallError(
-                f"{name} has {len(entries)} entries; accepted: {len(block_ids)}, as block_ids"
-            )
+        if entries is not None and len(entries) != num_blocks:
+            raise HostCallError(f"{name} has {len(entries)} entries; accepted: {num_blocks}, as block_ids")
 
 
 @dataclass

@@ -208,9 +208,8 @@ def _host_version() -> str:
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
-        raise MissingHostError(
-            "megatron-core is not installed; `pip install 'mambaslots[megatron]'` installs it"
-        ) from error
+        message = "megatron-core is not installed; `pip install 'mambaslots[megatron]'` installs it"
+        raise MissingHostError(message) from error
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:

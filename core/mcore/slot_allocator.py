@@ -118,7 +118,10 @@ class HostSlotAllocator(MambaSlotAllocator):
         self._restore_pins.append(slot)
 
     def restore_batch(self, restores: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of (block, live slot) pairs in one call, and unpin them; none where one is gone."""
+        """Copy the states of (block, live slot) pairs in one call, and unpin them.
+
+        RuntimeError, with nothing copied, where a block has no state: its tokens were skipped already.
+        """
         slots = [self.get_slot(block) for block, _ in restores]
         if min(slots) < 0:
             blocks = [block for (block, _), slot in zip(restores, slots, strict=True) if slot < 0]

@@ -169,13 +169,11 @@ class SavedWeights:
         except (SafetensorError, OSError) as error:
             raise ModelFolderError(f"{self._path} is truncated or corrupt: {error}") from error
         if tuple(tensor.shape) != shape:
-            raise ModelFolderError(
-                f"{name} of {self._path} has the shape {list(tensor.shape)}; accepted: {list(shape)}"
-            )
+            message = f"{name} of {self._path} has the shape {list(tensor.shape)}; accepted: {list(shape)}"
+            raise ModelFolderError(message)
         if tensor.dtype not in _DTYPES.values():
-            raise ModelFolderError(
-                f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: {', '.join(_DTYPES)}"
-            )
+            message = f"{name} of {self._path} has the dtype {tensor.dtype}; accepted: {', '.join(_DTYPES)}"
+            raise ModelFolderError(message)
         return tensor
 
 

@@ -163,9 +163,8 @@ class Monitor:
         if record is None and request.request_id >= 0 and request.result is None:
             tenant = self._tenants.name_of(request.chain.root)
             arrived_s = request.arrival_s + self._unix_offset_s
-            record = self._running[request.request_id] = RequestRecord(
-                request, tenant, arrived_s, self.engine.context.spec.grid
-            )
+            record = RequestRecord(request, tenant, arrived_s, self.engine.context.spec.grid)
+            self._running[request.request_id] = record
             self._tenants.figures_of(tenant).num_requests += 1
             self._counts.num_added += 1
         return record

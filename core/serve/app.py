@@ -208,6 +208,5 @@ async def status(request: Request) -> Response:
     if snapshot is None:
         raise RequestError(404, "no replica reports its figures")
     content = await run_in_threadpool(json_bytes, snapshot)  # the event loop does not wait for it
-    return Response(
-        content, media_type="application/json", headers=_PAGE_HEADERS | {"Cache-Control": "no-store"}
-    )
+    headers = _PAGE_HEADERS | {"Cache-Control": "no-store"}
+    return Response(content, media_type="application/json", headers=headers)
