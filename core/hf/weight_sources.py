@@ -143,7 +143,8 @@ def _match(
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, weights)
         if target not in weights and name in weights:
-            target, pattern = name, None
+            target = name
+            pattern = None
         if target not in weights:
             unmatched[name] = rename_source_key(name, renamings, [])[0]
             continue

@@ -89,7 +89,7 @@ def expect(name: str, value: object, expected: object) -> None:
 
 
 @dataclass
-class Running:
+class RunningRequest:
     """A request in the context, and all its tokens; the last may not be computed yet."""
 
     request: Any
@@ -103,7 +103,7 @@ class RecurrenceDriver:
     """Drives a context step by step, computing states and keys, and checks both after every step."""
 
     context: Any
-    running: dict[int, Running] = field(default_factory=dict)
+    running: dict[int, RunningRequest] = field(default_factory=dict)
     next_id: int = 0
 
     def add(self, prompt: list[int], chunk: int | None = None, hashed: bool = True, **sampling: Any) -> int:
@@ -119,7 +119,7 @@ class RecurrenceDriver:
             block_size_tokens=BLOCK,
             enable_prefix_caching=hashed,
         )
-        self.running[number] = Running(request, list(prompt))
+        self.running[number] = RunningRequest(request, list(prompt))
         try:
             self.add_chunk(number, chunk)
         except BaseException:

@@ -170,18 +170,19 @@ class HostSlotAllocator(MambaSlotAllocator):
         hashes = integers("hashes", hashes)
         check_lengths(blocks, hashes=hashes)
         slot_of_block = self.slots.cached_states.slot_of_block
-        hashed_blocks = list(zip(blocks, hashes, strict=True))
-        slotless = [b for b, prefix_hash in hashed_blocks if b not in slot_of_block and prefix_hash > 0]
+        pairs = list(zip(blocks, hashes, strict=True))
+        slotless = [block for block, prefix_hash in pairs if block not in slot_of_block and prefix_hash > 0]
         if slotless:
             reserved = self.slots.reserved.values()
-            stateless = [b for b in dict.fromkeys(slotless) if b not in reserved][: self.free_count]
+            stateless = [block for block in dict.fromkeys(slotless) if block not in reserved]
+            del stateless[self.free_count :]
             if stateless:
                 _logger.warning("blocks %s are registered without a state; they get a zero state", stateless)
                 slots = self.slots.allocate_committed(stateless)
                 for tensor in self._host_states.durable:
                     tensor[:, slots] = 0
-            hashes = [prefix_hash for b, prefix_hash in hashed_blocks if b in slot_of_block]
-            blocks = [b for b in blocks if b in slot_of_block]  # one without a slot is not found
+            hashes = [prefix_hash for block, prefix_hash in pairs if block in slot_of_block]
+            blocks = [block for block in blocks if block in slot_of_block]  # one without a slot is not found
         super().register_block_hashes_batch(blocks, hashes)
 
     def on_kv_blocks_deregistered(self, block_ids_list: list[int], hashes_to_delete: set[int]) -> None:
