@@ -28,7 +28,7 @@ class Service:
         self.settings = settings
         facts = engine.facts
         longest = max(2 * 2**20, 2**20 + 16 * facts.max_sequence_length)  # as token ids or as text
-        self.max_body_bytes = settings.max_body_bytes or longest
+        self.max_body_bytes = settings.max_body_bytes or longest  # while JSON is parsed, no other thread runs
         self.job_factory = JobFactory(facts, loaded, settings)
         self.is_draining = False
         self._codec = loaded.text
