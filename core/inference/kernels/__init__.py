@@ -14,7 +14,7 @@ attention, attention_segments, write_kv      attention over paged KV, and the st
 norms, gates                                 the rest of a layer
 few_rows                                     matrix products of up to eight rows, in place of cuBLAS's
 sampling, token_draws                        tokens and their log-probs; logits lowered, and tokens drawn
-state_copy, row_checksum                     whole states: copied and encoded, checked
+state_copy                                   whole states: copied and encoded
 state_move, state_codec                      the launches of `state_copy`
 tiles, chunk_grid                            what several kernels do; the chunks that they compute
 reference/torch_*                            conv, ssd, delta, attention, token_draws, state_copy,
