@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operands import DeltaInputs, check_slots
+from .dtypes_and_strides import check_slots
+from .mixer_inputs import DeltaInputs
 from .tiles import places
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -71,7 +72,7 @@ def decay_sums(gates, chunk_size: tl.constexpr):
 
 
 @triton.jit
-def of_blocks(row, column):
+def inverse_offset(row, column):
     """Where a number lies among those of an inverse: 16 x 16 blocks on and below the diagonal, row by row."""
     r, c = row // 16, column // 16
     return (r * (r + 1) // 2 + c) * 256 + row % 16 * 16 + column % 16
@@ -124,7 +125,7 @@ def _new_rows(
     of_key = _in_block(table, r, i, in_block, input_stride, block_tokens, key_stride)
     block_key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_block[:, None] & in_key, other=0.0)
     strength = tl.load(beta + token * heads, mask=in_block, other=0.0)
-    own = tl.load(inverse + of_blocks(token[:, None], token[None, :]), mask=is_solved, other=0.0)
+    own = tl.load(inverse + inverse_offset(token[:, None], token[None, :]), mask=is_solved, other=0.0)
     if queries is not None:
         query = tl.load(
             queries + new[:, None] * key_stride + n[None, :], mask=is_new[:, None] & in_key, other=0.0
@@ -135,7 +136,7 @@ def _new_rows(
         of_key = _in_block(table, tl.maximum(r, 1) - 1, i, is_near, input_stride, block_tokens, key_stride)
         near_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_near[:, None] & in_key, other=0.0)
         near_strength = tl.load(beta + near * heads, mask=is_near, other=0.0)
-        of_near = of_blocks(near[:, None], near[None, :])
+        of_near = inverse_offset(near[:, None], near[None, :])
         above = tl.load(inverse + of_near, mask=is_near[:, None], other=0.0)
     if WIDE and FAR > 0:
         f = tl.arange(0, FAR)
@@ -144,8 +145,8 @@ def _new_rows(
         far_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_far[:, None] & in_key, other=0.0)
         far_strength = tl.load(beta + f * heads, mask=is_far, other=0.0)
         is_stored = is_far[:, None] & (f[:, None] // 16 >= f[None, :] // 16)
-        far_rows = tl.load(inverse + of_blocks(f[:, None], f[None, :]), mask=is_stored, other=0.0)
-        of_near = of_blocks(near[:, None], f[None, :])
+        far_rows = tl.load(inverse + inverse_offset(f[:, None], f[None, :]), mask=is_stored, other=0.0)
+        of_near = inverse_offset(near[:, None], f[None, :])
         near_rows = tl.load(inverse + of_near, mask=is_near[:, None] & is_far[None, :], other=0.0)
     decays = decay_sums(gates, chunk_size)
     decay = tl.gather(decays, token, 0)
@@ -159,7 +160,7 @@ def _new_rows(
         solved_row = solved_row + tl.sum(solved_row[:, None] * own, 0)
         own = tl.where((i == own_row)[:, None], solved_row, own)
     own += i[:, None] == i[None, :]
-    tl.store(inverse + of_blocks(token[:, None], token[None, :]), own, mask=is_new[:, None])
+    tl.store(inverse + inverse_offset(token[:, None], token[None, :]), own, mask=is_new[:, None])
     if queries is not None:
         of_pair = solved + new[:, None] * (heads * (key_dim + 2 * chunk_size)) + key_dim
         tl.store(of_pair + token[None, :], own.to(operand), mask=is_new[:, None])
@@ -178,7 +179,7 @@ def _new_rows(
         is_stored = is_new[:, None] & is_near[None, :]
         nearest = tl.dot(own, left, input_precision=precision)
         nearest = -tl.dot(nearest, above, input_precision=precision)
-        tl.store(inverse + of_blocks(token[:, None], near[None, :]), nearest, mask=is_stored)
+        tl.store(inverse + inverse_offset(token[:, None], near[None, :]), nearest, mask=is_stored)
         read_key = tl.zeros((16, BLOCK_K), dtype=tl.float32)
         if queries is not None:
             tl.store(of_pair + near[None, :], nearest.to(operand), mask=is_stored)
@@ -194,7 +195,7 @@ def _new_rows(
         sums = tl.dot(left, near_rows, sums, input_precision=precision)
         further = -tl.dot(own, sums, input_precision=precision)
         is_stored = is_new[:, None] & is_far[None, :]
-        tl.store(inverse + of_blocks(token[:, None], f[None, :]), further, mask=is_stored)
+        tl.store(inverse + inverse_offset(token[:, None], f[None, :]), further, mask=is_stored)
         if queries is not None:
             tl.store(of_pair + f[None, :], further.to(operand), mask=is_stored)
             scores = tl.dot(query, tl.trans(far_key))
@@ -218,7 +219,7 @@ def _new_rows(
                 of_key = _in_block(table, c, i, column < end, input_stride, block_tokens, key_stride)
                 key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_key, other=0.0)
                 above = tl.load(
-                    inverse + of_blocks(column[:, None], t[None, :]),
+                    inverse + inverse_offset(column[:, None], t[None, :]),
                     mask=(column[:, None] // 16 >= t[None, :] // 16),
                     other=0.0,
                 )
@@ -233,12 +234,14 @@ def _new_rows(
             if r > 0:
                 further = -tl.dot(own, sums, input_precision=precision)
                 is_further = is_new[:, None] & (t < 16 * r - 16)[None, :]
-                tl.store(inverse + of_blocks(token[:, None], t[None, :]), further, mask=is_further)
+                tl.store(inverse + inverse_offset(token[:, None], t[None, :]), further, mask=is_further)
                 column = 16 * r - 16 + i
-                above = tl.load(inverse + of_blocks(column[:, None], column[None, :]))
+                above = tl.load(inverse + inverse_offset(column[:, None], column[None, :]))
                 nearest = tl.dot(own, left, input_precision=precision)
                 nearest = -tl.dot(nearest, above, input_precision=precision)
-                tl.store(inverse + of_blocks(token[:, None], column[None, :]), nearest, mask=is_new[:, None])
+                tl.store(
+                    inverse + inverse_offset(token[:, None], column[None, :]), nearest, mask=is_new[:, None]
+                )
                 if queries is not None:
                     tl.store(of_pair + t[None, :], further.to(operand), mask=is_further)
                     tl.store(of_pair + column[None, :], nearest.to(operand), mask=is_new[:, None])

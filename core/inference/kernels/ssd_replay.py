@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import SsdInputs, check_last_stride, check_slots
+from .dtypes_and_strides import check_last_stride, check_slots
+from .mixer_inputs import SsdInputs
 from .ssd import operand_dtype
 from .ssd_stages import (
     INTERPRETED,
@@ -47,7 +48,7 @@ def ssd_replay(
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
     blocks, options = block_sizes(tokens, rows.chunk_size, head_dim, state_dim, operands)
-    head_block = heads_of_a_program(num_rows, heads, heads // groups)
+    head_block = group_heads_per_program(num_rows, heads, heads // groups)
     y = torch.empty(num_rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(ceil_div(head_dim, blocks["BLOCK_P"]), heads // head_block, num_rows)](
         x, dt, A, B, C, D, ssm_states, *inputs, y,
@@ -61,7 +62,7 @@ def ssd_replay(
     return y
 
 
-def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
+def group_heads_per_program(rows: int, heads: int, heads_of_group: int) -> int:
     """The heads of a group that a program serves: they share products of C and B, and programs fill a GPU."""
     block = 1
     while heads_of_group % (2 * block) == 0 and rows * heads >= 2 * block * MIN_PROGRAMS:
