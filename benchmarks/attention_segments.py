@@ -75,8 +75,8 @@ def measure(case: Case) -> dict[str, float]:
         max_query_tokens=0 if case.is_decode else case.new,
     )
 
-    def attend(one_split: bool) -> float:
-        step = rows._replace(one_split=one_split)
+    def attend(batch_invariant: bool) -> float:
+        step = rows._replace(batch_invariant=batch_invariant)
         return graph_us(lambda: attention.flash_attention(query, cache, step, None), calls=5)
 
     found = {"automatic": attend(False)}

@@ -235,15 +235,15 @@ def added(runs: Sequence[list[Fact]]) -> list[Fact]:
 def attention_facts(device: torch.device) -> list[Fact]:
     """FlashAttention-3: suffixes, decodes and drafts, beside the rows of the whole prompt."""
     one, chosen = Fact("attention with one split"), Fact("attention, splits chosen by FlashAttention-3")
-    for fact, one_split in ((one, True), (chosen, False)):
+    for fact, invariant in ((one, True), (chosen, False)):
         for head_dim, heads, kv_heads in HEAD_LAYOUTS:
-            for page in PAGES if one_split else PAGES[:1]:
-                _attention(fact, one_split, head_dim, heads, kv_heads, page, device)
+            for page in PAGES if invariant else PAGES[:1]:
+                _attention(fact, invariant, head_dim, heads, kv_heads, page, device)
     return [one, chosen]
 
 
 def _attention(
-    fact: Fact, one_split: bool, head_dim: int, heads: int, kv_heads: int, page: int, device: torch.device
+    fact: Fact, invariant: bool, head_dim: int, heads: int, kv_heads: int, page: int, device: torch.device
 ) -> None:
     length, dtype = 4096, torch.bfloat16
     pages = length // page
@@ -266,7 +266,7 @@ def _attention(
             num_decodes=0,
             decode_tokens=1,
             max_query_tokens=max(stop - start for start, stop in spans),
-            one_split=one_split,
+            batch_invariant=invariant,
         )
         packed = torch.cat([query[start:stop] for start, stop in spans])
         return attention.paged_attention(packed, kv_cache, rows)

@@ -38,7 +38,7 @@ import mambaslots as ms
 import mambaslots.net as msd
 import torch
 import torch.distributed as dist
-from mambaslots.inference.kernels.row_checksum import RowChecksum
+from mambaslots.inference.contexts.row_checksum import RowChecksum
 from mambaslots.net.message_sockets import Address, Link, Listener
 from mambaslots.net.transfer import hand_over, hand_over_messages, pieces, pipe, session
 from mambaslots.net.transfer.pipe import NcclPipe, new_nccl_id

@@ -46,7 +46,7 @@ def measured(sizes: Sizes, device: str) -> dict[str, dict[str, Any]]:
     import torch
     import torch.nn.functional as F
     import triton
-    from mambaslots.inference.kernels.operands import SsdInputs
+    from mambaslots.inference.kernels.mixer_inputs import SsdInputs
     from mambaslots.inference.kernels.ssd import selective_state_update, ssd_chunk_scan
     from mambaslots.inference.kernels.ssd_replay import ssd_replay
     from mambaslots.inference.kernels.ssd_stages import chunk_cumsum, chunk_scan, chunk_scores, ssd_states

@@ -21,7 +21,7 @@ from support.command_line import make_parser, parse_on_gpu
 from support.graph_timing import graph_us
 
 if TYPE_CHECKING:
-    from mambaslots.inference.kernels.operands import DeltaInputs
+    from mambaslots.inference.kernels.mixer_inputs import DeltaInputs
     from mambaslots.inference.kernels.step_rows import ReplayRows
 
 CHANNELS, TAPS = 10240, 4
@@ -107,7 +107,7 @@ def inputs(bench: Bench, *shape: int) -> dict[str, Any]:
 
 def empty_buffers(bench: Bench, rows: int) -> "DeltaInputs":
     """What rows keep of their chunks, zeros."""
-    from mambaslots.inference.kernels.operands import DeltaInputs
+    from mambaslots.inference.kernels.mixer_inputs import DeltaInputs
 
     def zeros(*shape: int, dtype: Any) -> Any:
         return bench.torch.zeros(rows, *shape, device=bench.device, dtype=dtype)

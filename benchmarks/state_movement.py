@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 from mambaslots.inference.contexts.request_states import StatePool
-from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.reference import torch_state_copy as reference
 from mambaslots.inference.kernels.state_copy import copy_states
+from mambaslots.inference.kernels.state_pools import ConvAndSsm
 from mambaslots.state_spec import StateTensor
 from support.command_line import add_count, add_device, check_device, make_parser
 

@@ -143,7 +143,7 @@ class _AttentionCheck:
             num_decodes=num_decodes,
             decode_tokens=width or 1,
             max_query_tokens=max(counts[num_decodes:], default=0),
-            one_split=True,
+            batch_invariant=True,
         )
         return paged_attention(
             self._query[tensor(query, torch.int64)], self._kv, step, scale=self._sizes.scale

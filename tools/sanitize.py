@@ -18,9 +18,9 @@ when they end. All but "graphs" run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so th
 allocation of its own and an access one number beyond it is seen; no graph can be captured so. The project's
 own kernels alone are checked, by their names; `--all-kernels` checks those of libraries, too. initcheck
 always does: it knows of no write of a kernel that it does not check. Reports are counted by the kernel that
-they name. Threads of `update_kernel` store equal sums by one instruction: such write-write pairs of racecheck
-are counted apart. Under racecheck a product of 16 bits that is summed in float32 is computed in float32:
-there the library's kernel for it ends in an illegal access.
+they name. Threads of `ssd_update_kernel` store equal sums by one instruction: such write-write pairs of
+racecheck are counted apart. Under racecheck a product of 16 bits that is summed in float32 is computed in
+float32: there the library's kernel for it ends in an illegal access.
 
 `sanitizing/plants.py` breaks, for each tool, what the tool watches over, in the same run. Its own kernel also
 reads what a product of cuBLAS has written: where initcheck reports that, its reports of "models" and
@@ -73,7 +73,7 @@ LEFT_OUT = (
 )
 """Parts of names of tests: those that take GiBs or minutes, that profile or count, that capture graphs."""
 
-SAME_STORE = ("update_kernel",)
+SAME_STORE = ("ssd_update_kernel",)
 """Kernels of which several threads store the same sum by one instruction; see docs/gpu.md."""
 PAIRS = " (write-write pairs of one instruction)"
 

@@ -93,7 +93,7 @@ def update(pool: str, tokens: int, heads: int, dim: int) -> Specialisation:
     pointers |= dict.fromkeys(("sources", "destinations"), "*i64")
     return Specialisation(
         name=f"gated_delta_rule_update {pool} T={tokens} {heads} x {dim}",
-        kernel=delta.update_kernel,
+        kernel=delta.delta_update_kernel,
         signature=pointers | dict.fromkeys([*even, *odd], "i32"),
         constexprs=dict.fromkeys(ones, 1)
         | {"TOKENS": tokens, "HEADS": heads, "HEADS_OF_KEY": heads // KEY_HEADS}

@@ -18,9 +18,10 @@ from mambaslots.inference.kernels import (
     state_move,
     write_kv,
 )
+from mambaslots.inference.kernels import penalties as penalty_kernels
 from mambaslots.inference.kernels import token_draws as draw_kernels
-from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.state_move import PartMove
+from mambaslots.inference.kernels.state_pools import ConvAndSsm
 
 HEADS, HEAD_DIM, GROUPS, STATE_DIM = 128, 64, 8, 128
 TAPS = 4
@@ -73,7 +74,7 @@ def convolutions() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"causal_conv1d_prefill {dtype}",
-                kernel=conv.prefill_kernel,
+                kernel=conv.conv_prefill_kernel,
                 signature=pointers | dict.fromkeys(("rows", "checkpoints", "conv_dim", *strides), "i32"),
                 constexprs=ones
                 | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
@@ -89,7 +90,7 @@ def convolutions() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"causal_conv1d_update {dtype} T={tokens}",
-                    kernel=conv.update_kernel,
+                    kernel=conv.conv_update_kernel,
                     signature=pointers | {name: "i32" for name in integers if name not in one_token},
                     constexprs=ones
                     | one_token
@@ -117,7 +118,7 @@ def convolution_replays() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"causal_conv1d_replay {dtype} T={tokens}",
-                    kernel=conv_replay.replay_kernel,
+                    kernel=conv_replay.conv_replay_kernel,
                     signature=pointers | integers | {"state_channel_stride": "i32", "ring_stride": "i64"},
                     constexprs={"x_channel_stride": 1, "weight_tap_stride": 1, "state_tap_stride": 1}
                     | {"KERNEL": TAPS, "HAS_BIAS": True, "ACTIVATION": True}
@@ -133,7 +134,7 @@ def convolution_replays() -> list[Specialisation]:
         found.append(
             Specialisation(
                 name=f"keep_conv_inputs {dtype}",
-                kernel=conv_replay.keep_kernel,
+                kernel=conv_replay.keep_conv_kernel,
                 signature=pointers | integers | {"ring_stride": "i64"},
                 constexprs={"x_channel_stride": 1, "state_tap_stride": 1}
                 | {"WIDTH": TAPS - 1, "RING": TAPS}
@@ -166,7 +167,7 @@ def state_updates() -> list[Specialisation]:
             found.append(
                 Specialisation(
                     name=f"selective_state_update {dtype} T={tokens}",
-                    kernel=ssd.update_kernel,
+                    kernel=ssd.ssd_update_kernel,
                     signature=pointers | dict.fromkeys([*even, *odd], "i32"),
                     constexprs=dict.fromkeys(ones, 1)
                     | {"TOKENS": tokens, "HEADS": HEADS, "HEADS_PER_GROUP": HEADS // GROUPS}
@@ -199,7 +200,7 @@ def kv_writes() -> list[Specialisation]:
                     | {"value_cache_offset": "i64"},
                     constexprs={"BLOCK_SIZE": 256, "ZEROS": write_kv.ZEROS, "KV_HEADS": kv_heads}
                     | {"DIM": head_dim, "BLOCK_DIM": head_dim}
-                    | {"BLOCK_HEADS": write_kv.heads_of_a_program(kv_heads, head_dim)},
+                    | {"BLOCK_HEADS": write_kv.kv_heads_per_program(kv_heads, head_dim)},
                     divisible_by_16=(*pointers, *strides, "value_cache_offset", "block_stride"),
                     num_warps=write_kv.NUM_WARPS,
                     num_stages=1,
@@ -240,9 +241,9 @@ def penalties() -> list[Specialisation]:
     return [
         Specialisation(
             name=f"penalize {dtype}",
-            kernel=draw_kernels.penalize_kernel,
+            kernel=penalty_kernels.penalize_kernel,
             signature=pointers | {"logits": f"*{dtype}"} | dict.fromkeys((*sizes, *strides), "i32"),
-            constexprs={"BLOCK": draw_kernels.BLOCK},
+            constexprs={"BLOCK": penalty_kernels.BLOCK},
             divisible_by_16=(*pointers, "vocabulary", *strides),
             wide=("load", "store"),
         )

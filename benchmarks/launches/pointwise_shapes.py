@@ -11,7 +11,7 @@ from launches.specialisation import Specialisation
 from mambaslots.inference.kernels import few_rows as few_rows_kernels
 from mambaslots.inference.kernels import gates as gate_kernels
 from mambaslots.inference.kernels import norms as norm_kernels
-from mambaslots.inference.kernels.operands import FEW_ROWS
+from mambaslots.inference.kernels.step_rows import FEW_ROWS
 
 QUERY_HEADS, KEY_HEADS, HEAD_DIM, ROTARY = 16, 4, 256, 64
 HIDDEN, MLP_WIDTH = 2560, 9216

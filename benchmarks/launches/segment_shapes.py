@@ -54,19 +54,19 @@ def pairs_of_rows() -> list[Specialisation]:
 
 def combinations() -> list[Specialisation]:
     """Results of decodes in one tensor, and those of prefills in two."""
-    results = ("earlier", "own", "out")
-    sums = ("earlier_log_sums", "own_log_sums")
+    results = ("earlier", "final", "out")
+    sums = ("earlier_log_sums", "final_log_sums")
     strides = ("earlier_segment_stride", "earlier_token_stride", "earlier_head_stride")
-    strides += ("own_token_stride", "own_head_stride", "out_token_stride", "out_head_stride")
+    strides += ("final_token_stride", "final_head_stride", "out_token_stride", "out_head_stride")
     sum_strides = tuple(
-        f"{name}_sums_{of}_stride" for name in ("earlier", "own") for of in ("segment", "head")
+        f"{name}_sums_{of}_stride" for name in ("earlier", "final") for of in ("segment", "head")
     )
     found = []
     for dtype in ("bf16", "fp16"):
         for name in ("decodes", "prefills"):
             together = name == "decodes"
-            own_strides = ("own_segment_stride", "own_sums_segment_stride")
-            sizes = (*strides, *sum_strides, "heads", "num_earlier", "own_segment_stride")
+            own_strides = ("final_segment_stride", "final_sums_segment_stride")
+            sizes = (*strides, *sum_strides, "heads", "num_earlier", "final_segment_stride")
             found.append(
                 Specialisation(
                     name=f"combine_segments {name} {dtype}",
@@ -81,12 +81,12 @@ def combinations() -> list[Specialisation]:
                         "BLOCK_HEADS": attention_segments.BLOCK // HEAD_DIM,
                         "BLOCK_DIM": HEAD_DIM,
                         "earlier_sums_token_stride": 1,
-                        "own_sums_token_stride": 1,
+                        "final_sums_token_stride": 1,
                     }
                     | SEGMENTS
                     | ({} if together else dict.fromkeys(own_strides, 0)),
                     divisible_by_16=(
-                        *results, *strides, *(("own_segment_stride",) if together else ()), "heads",
+                        *results, *strides, *(("final_segment_stride",) if together else ()), "heads",
                     ),
                     num_warps=attention_segments.NUM_WARPS,
                     wide=("load", "store"),

@@ -195,7 +195,7 @@ def ssd_replays() -> list[Specialisation]:
                 constexprs={"dt_head_stride": 1, "A_stride": 1, "D_stride": 1}
                 | {"tokens": tokens, "heads": HEADS, "groups": GROUPS, "WIDE": operands == "fp32"}
                 | {"block_tokens": BLOCK_TOKENS}
-                | {"BLOCK_H": ssd_replay.heads_of_a_program(rows, HEADS, HEADS // GROUPS)}
+                | {"BLOCK_H": ssd_replay.group_heads_per_program(rows, HEADS, HEADS // GROUPS)}
                 | dimensions
                 | blocks,
                 divisible_by_16=(*pointers, *strides),

@@ -21,11 +21,14 @@ FAMILIES = (
     ("mark", MARK),
     ("attention", r"flash|fmha|paged_attention|attention|prepare_varlen"),
     ("rotary and KV", r"rotary|rope|write_kv"),
-    ("convolution", r"conv1d|short_conv|conv_depthwise|cudnn.*conv|\bprefill_kernel"),
+    (
+        "convolution",
+        r"conv1d|short_conv|conv_(depthwise|prefill|update|replay)|cudnn.*conv|keep_conv",
+    ),
     ("norms", r"rms_?norm|layer_?norm|l2norm|norm_fwd|gated_norm|norm_kernel"),
     (
         "scan stages",
-        r"ssd|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|\bupdate_kernel|selective_scan"
+        r"ssd|chunk_scan|chunk_state|chunk_cumsum|bmm_chunk|state_passing|selective_scan"
         r"|delta|wy_|kkt|solve_tril|cumsum_scalar|chunk_fwd|chunk_gated|recompute_w_u|time_steps|recurrent",
     ),
     ("sampling", r"argmax|MaxOps|draw_kernel|score_kernel|top_?k|softmax|multinomial|radix|sort"),

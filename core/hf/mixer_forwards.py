@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inference.kernels.operands import DeltaNet
+from ..inference.kernels.mixer_inputs import DeltaNet
 from ..layers.mixer_step import Mamba2, convolve, run_delta_net, run_mamba2
 from ..layers.over_ranks import gated_norm
 from .current_step import CurrentStep

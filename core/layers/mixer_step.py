@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..inference.contexts.step_inputs import Replay, StepInputs
 from ..inference.kernels.kernel_set import KernelSet
-from ..inference.kernels.operands import DeltaInputs, DeltaNet, RawTokens, SsdInputs, split_heads
+from ..inference.kernels.mixer_inputs import DeltaInputs, DeltaNet, RawTokens, SsdInputs, split_heads
 
 
 def convolve(

@@ -25,7 +25,7 @@ def gated_norm(
     if ranks is None or num_groups >= size:
         if gates_first:
             return kernels.gate_then_rms_norm(y, gate, weight, num_groups // size, eps)
-        y, gate, weight = (torch.unflatten(each, -1, (num_groups // size, -1)) for each in (y, gate, weight))
+        y, gate, weight = (torch.unflatten(x, -1, (num_groups // size, -1)) for x in (y, gate, weight))
         return kernels.rms_norm_then_gate(y, gate, weight, eps).flatten(1)
     dtype = kernels.compute_dtype(y.dtype)
     silu, x = F.silu(gate.to(dtype)), y.to(dtype)

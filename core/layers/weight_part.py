@@ -79,7 +79,7 @@ def span(part: Part, width: int, offset: int = 0) -> range:
 
 def shifted(ranges: Sequence[range], offset: int) -> list[range]:
     """The same ranges, moved by `offset`."""
-    return [range(each.start + offset, each.stop + offset) for each in ranges]
+    return [range(channels.start + offset, channels.stop + offset) for channels in ranges]
 
 
 def mamba2_channels(

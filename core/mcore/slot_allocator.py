@@ -15,7 +15,7 @@ from ..inference.contexts.cache.eviction import PolicyChoice
 from ..inference.contexts.hosts.states import HostSettings, device_of
 from ..inference.contexts.hosts.step_plan import WrittenStates
 from ..inference.contexts.mamba_slot_allocator import MambaSlotAllocator
-from ..inference.kernels.operands import ConvAndSsm
+from ..inference.kernels.state_pools import ConvAndSsm
 from ..validation import integers
 from .cached_answers import AnswerStates
 from .host_record import HostCallError, check_lengths, record_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..inference.kernels.operands import compute_dtype
+from ..inference.kernels.dtypes_and_strides import compute_dtype
 from ..layers.weight_part import checked_part
 from ..model_parts import ModelShard, Part
 from ..parallel_groups import ParallelGroups

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..inference.contexts.step_inputs import StepInputs
 from ..inference.kernels.kernel_set import KernelSet
-from ..inference.kernels.operands import DeltaNet
+from ..inference.kernels.mixer_inputs import DeltaNet
 from ..layers.mixer_step import Mamba2, attend, convolve, run_delta_net, run_mamba2
 from ..layers.over_ranks import gated_norm
 from ..layers.weight_part import delta_net_channels, mamba2_channels, shifted, span

@@ -86,10 +86,8 @@ class MambaSpecDecodeGPUContext:
             for layer in layers
             for state_type, tensor in zip(types, forward_context[layer].kv_cache, strict=True)
         ]
-        if len(block_tables) != len(groups):
-            raise ValueError(
-                f"there are {len(block_tables)} block tables; accepted: {len(groups)}, one a group"
-            )
+        if (count := len(block_tables)) != len(groups):
+            raise ValueError(f"there are {count} block tables; accepted: {len(groups)}, one a group")
         if self._layout is None or not self._layout.lies_in(states, block_tables):
             self._layout = AlignLayout.from_tensors(states, block_tables, dim_first)
         return self._layout
@@ -119,11 +117,8 @@ class MambaBuffers:
 
 def cleanup_mamba_state_idx(scheduler_output: Any, mamba_state_idx: dict[str, int]) -> None:
     """Drop the columns of requests that finished, were preempted, or resumed after a reset of the cache."""
-    for names in (
-        scheduler_output.finished_req_ids,
-        scheduler_output.preempted_req_ids or (),
-        scheduler_output.scheduled_cached_reqs.resumed_req_ids,
-    ):
+    ended = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()
+    for names in (*ended, scheduler_output.scheduled_cached_reqs.resumed_req_ids):
         for name in names:
             mamba_state_idx.pop(name, None)
 
@@ -210,9 +205,6 @@ def postprocess_mamba_align_gpu(
     context = bufs.postprocess_align
     if context is None:
         raise RuntimeError("there is no postprocessing context: no drafts, or no attention")
-    context.kernels.postprocess_align(
-        context.layout(forward_context, mamba_state_copy_funcs, input_batch.block_tables),
-        num_accepted_tokens_gpu[:num_reqs],
-        *(numbers[:num_reqs] for numbers in context.staged),
-        kv_cache_config.block_size_tokens,
-    )
+    layout = context.layout(forward_context, mamba_state_copy_funcs, input_batch.block_tables)
+    accepted, *staged = (numbers[:num_reqs] for numbers in (num_accepted_tokens_gpu, *context.staged))
+    context.kernels.postprocess_align(layout, accepted, *staged, kv_cache_config.block_size_tokens)

@@ -196,11 +196,11 @@ def precopy_mamba_align_fused_kernel(
     )  # fmt: skip
     for first in range(0, num_reqs, GROUP):
         rows = first + tl.arange(0, GROUP)
-        known = rows < num_reqs
-        src_cols = tl.load(src_col_ptr + rows, mask=known, other=-1).to(tl.int32)
-        dst_cols = tl.load(mamba_state_idx_ptr + rows, mask=known, other=-1).to(tl.int32)
-        biases = tl.load(token_bias_ptr + rows, mask=known, other=0).to(tl.int32)
-        moves = known & (src_cols >= 0) & (src_cols != dst_cols)
+        is_request = rows < num_reqs
+        src_cols = tl.load(src_col_ptr + rows, mask=is_request, other=-1).to(tl.int32)
+        dst_cols = tl.load(mamba_state_idx_ptr + rows, mask=is_request, other=-1).to(tl.int32)
+        biases = tl.load(token_bias_ptr + rows, mask=is_request, other=0).to(tl.int32)
+        moves = is_request & (src_cols >= 0) & (src_cols != dst_cols)
         copy_rows(
             moves, rows, src_cols, dst_cols, biases, layout, COPY_BLOCK_SIZE, WINDOW, CONV_STATE_DIM_FIRST
         )
@@ -227,18 +227,18 @@ def postprocess_mamba_fused_kernel(
     )  # fmt: skip
     for first in range(0, num_reqs, GROUP):
         rows = first + tl.arange(0, GROUP)
-        known = rows < num_reqs
-        accepted = tl.load(num_accepted_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-        columns = tl.load(mamba_state_idx_ptr + rows, mask=known, other=-1).to(tl.int32)
-        computed = tl.load(num_computed_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-        scheduled = tl.load(num_scheduled_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
-        drafted = tl.load(num_draft_tokens_ptr + rows, mask=known, other=0).to(tl.int32)
+        is_request = rows < num_reqs
+        accepted = tl.load(num_accepted_tokens_ptr + rows, mask=is_request, other=0).to(tl.int32)
+        columns = tl.load(mamba_state_idx_ptr + rows, mask=is_request, other=-1).to(tl.int32)
+        computed = tl.load(num_computed_tokens_ptr + rows, mask=is_request, other=0).to(tl.int32)
+        scheduled = tl.load(num_scheduled_tokens_ptr + rows, mask=is_request, other=0).to(tl.int32)
+        drafted = tl.load(num_draft_tokens_ptr + rows, mask=is_request, other=0).to(tl.int32)
         computed += scheduled - drafted + accepted - 1
         # Rounds towards zero where the rule rounds down; `reached` excludes negative quotients.
         boundaries = computed // block_size * block_size
         biases = boundaries - (computed - accepted + 1)
         dst_cols = boundaries // block_size - 1
-        reached = known & (columns >= 0) & (accepted > 0) & (boundaries > 0) & (biases >= 0)
+        reached = is_request & (columns >= 0) & (accepted > 0) & (boundaries > 0) & (biases >= 0)
         in_place = dst_cols == columns
         if tl.program_id(0) == 0:
             tl.store(num_accepted_tokens_out_ptr + rows, 1, mask=reached & in_place)

@@ -67,13 +67,12 @@ class AlignLayout:
             )
         first = block_tables[0]
         for table in block_tables:
-            like = (table.dtype, table.shape, table.stride(), table.device)
+            strides = table.stride()
+            like = (table.dtype, table.shape, strides, table.device)
             if like != (torch.int32, first.shape, first.stride(), first.device) or table.dim() != 2:
                 raise ValueError(f"block_tables have {like}; accepted: int32, 2-D, all alike")
-            if table.shape[1] > 1 and table.stride(1) != 1:
-                raise ValueError(
-                    f"block_tables have strides {table.stride()}; accepted: columns side by side"
-                )
+            if table.shape[1] > 1 and strides[1] != 1:
+                raise ValueError(f"block_tables have strides {strides}; accepted: columns side by side")
         records = [_record(state, conv_dim_first, first.device) for state in states]
         addresses = [table.data_ptr() for table in block_tables]
         return cls(
@@ -93,7 +92,7 @@ class AlignLayout:
 
 def _memory(states: Sequence[AlignState], block_tables: Sequence[Tensor]) -> list[tuple[object, ...]]:
     tensors = [*(state.tensor for state in states), *block_tables]
-    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    places = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in tensors]
     return [*places, *(state[1:] for state in states)]
 
 
@@ -118,17 +117,8 @@ def _record(state: AlignState, conv_dim_first: bool, device: torch.device) -> St
         contiguous = tensor[0].is_contiguous()
     if not contiguous:
         raise ValueError(f"a state has shape {list(shape)} and strides {strides}; accepted: one without gaps")
-    return StateRecord(
-        base_address=tensor.data_ptr(),
-        slot_stride=tensor.stride(0) * size,
-        element_size=size,
-        inner_size=inner_size,
-        conv_width=width,
-        group=group,
-        num_rows=num_rows,
-        row_stride=row_stride,
-        num_slots=len(tensor),
-    )
+    memory = tensor.data_ptr(), tensor.stride(0) * size, size
+    return StateRecord(*memory, inner_size, width, group, num_rows, row_stride, len(tensor))
 
 
 def precopy_align(layout: AlignLayout, columns: Tensor, sources: Tensor, biases: Tensor) -> None:

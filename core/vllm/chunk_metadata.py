@@ -43,9 +43,8 @@ def build_chunk_metadata(
     num_computed = _host_integers("num_computed_tokens", num_computed_tokens)
     starts = _host_integers("query_start_loc", query_start_loc)
     lengths = _row_lengths(num_computed, starts)
-    cu_chunk_seqlen, seq_idx, last_chunk_indices = map(
-        torch.from_numpy, absolute_chunks(num_computed, starts, lengths, chunk_size)
-    )
+    chunks = absolute_chunks(num_computed, starts, lengths, chunk_size)
+    cu_chunk_seqlen, seq_idx, last_chunk_indices = map(torch.from_numpy, chunks)
     return cu_chunk_seqlen, seq_idx, last_chunk_indices
 
 
@@ -76,8 +75,6 @@ def _row_lengths(computed: Int64Array, starts: Int64Array) -> Int64Array:
         if lengths[row] > INT32_MAX or starts[-1] > INT32_MAX:
             raise ValueError(f"query_start_loc has {starts[-1]} tokens; accepted: at most {INT32_MAX}")
         row = computed.view(np.uint64).argmax()
-        if not 0 <= computed[row] <= MAX_POSITION:
-            raise ValueError(
-                f"num_computed_tokens is {computed[row]} in row {row}; accepted: from 0 to {MAX_POSITION}"
-            )
+        if not 0 <= (num := computed[row]) <= MAX_POSITION:
+            raise ValueError(f"num_computed_tokens is {num} in row {row}; accepted: from 0 to {MAX_POSITION}")
     return lengths

@@ -10,6 +10,7 @@ request_states, device_memory   the pool of states, and where each request's is;
 pool_sizes                      how large the pools are
 input_blocks                    inputs of decodes by replay, and the KV blocks that hold them
 tier_copies, state_files        the bytes of the tiers: pinned host memory, and files
+row_checksum                    checksums of the copies, and of pieces that replicas send
 dynamic_context                 all of it: schedule, begin_step, end_step
 mamba_slot_allocator, hosts/    states for a host: another engine, with a KV cache of its own
 """

@@ -21,7 +21,7 @@ from ...validation import (
     numbers,
     refused,
 )
-from ..kernels.operands import ConvAndSsm
+from ..kernels.state_pools import ConvAndSsm
 from .cache.checkpoint_plan import checked_boundaries
 from .cache.eviction import checked_policy
 from .cache.kv_block_allocator import MAX_HASH, KVBlockAllocator

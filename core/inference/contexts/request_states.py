@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...state_spec import SCALES, SlotLayout, StateTensor
 from ...validation import addressable
-from ..kernels.operands import CodedTensor, ConvAndSsm
 from ..kernels.state_copy import copy_states, decode_states, encode_states
+from ..kernels.state_pools import CodedTensor, ConvAndSsm
 from .cache.free_entries import DirtyEntries
 from .cache.prefix_cache import PrefixCache
 from .dynamic_request import Allocation, Batch, ScheduledRequest

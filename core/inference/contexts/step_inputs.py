@@ -157,7 +157,7 @@ class StepInputs:
             num_decodes=self.shape.decodes,
             decode_tokens=self.shape.decode_tokens,
             max_query_tokens=self.shape.max_query_tokens,
-            one_split=self.batch_invariant,
+            batch_invariant=self.batch_invariant,
         )
 
     @cached_property

@@ -12,10 +12,10 @@ from ...config import InferenceConfig
 from ...devices import on_device_of
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
-from ..kernels.row_checksum import RowChecksum
 from .cache.state_tiers import StateCopies, StateTiers
 from .pool_sizes import GIGABYTE
 from .request_states import StatePool
+from .row_checksum import RowChecksum
 from .state_files import StateFiles
 
 NUM_STAGED = 2

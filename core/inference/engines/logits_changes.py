@@ -11,7 +11,7 @@ from torch import Tensor
 from ...devices import tensor_on
 from ..contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
 from ..kernels.kernel_set import runs_triton
-from ..kernels.reference import torch_token_draws
+from ..kernels.reference import torch_penalties
 
 Row = tuple[ScheduledRequest, int]
 """A row of logits: its scheduled request, and how many drafts of the request are before the row."""
@@ -65,9 +65,9 @@ class LogitsChanges:
         self._counted: dict[DynamicInferenceRequest, _Counted] = {}
         self._changes: _Changes | None = None  # of the last step
         self._counts = torch.empty(0, 0, dtype=torch.int32, device=device)
-        self._apply_penalties = torch_token_draws.penalize
+        self._apply_penalties = torch_penalties.penalize
         if runs_triton(device):
-            from ..kernels.token_draws import penalize
+            from ..kernels.penalties import penalize
 
             self._apply_penalties = penalize
 

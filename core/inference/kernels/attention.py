@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .operands import compute_dtype
+from .dtypes_and_strides import compute_dtype
 from .reference.torch_attention import score_scale
 from .step_rows import AttentionRows
 
@@ -25,13 +25,13 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def flash_attention(query: Tensor, kv_cache: Tensor, rows: AttentionRows, scale: float | None) -> Tensor:
-    """All rows in one call; with `one_split`, rows longer than a segment are cut by `attention_segments`."""
-    if rows.one_split:
+    """All rows in one call; `attention_segments` cuts longer rows than a segment if `batch_invariant`."""
+    if rows.batch_invariant:
         from . import attention_segments
 
         if attention_segments.num_segments(rows, kv_cache.shape[2]) > 1:
             return attention_segments.segmented_attention(query, kv_cache, rows, scale, _attend_pairs)
-    splits = 1 if rows.one_split else 0  # 0: FlashAttention-3 chooses by the rows of the step
+    splits = 1 if rows.batch_invariant else 0  # 0: FlashAttention-3 chooses by the rows of the step
     attended = _attend_pairs(query.to(kv_cache.dtype), kv_cache, rows, scale, is_causal=True, splits=splits)
     return attended[0].to(query.dtype)
 
@@ -46,9 +46,9 @@ def _attend_pairs(
     the next; else all see all. Returns the result and the logarithms of the sums of exp(score), float32
     [heads, T]; places that no pair has hold anything.
     """
-    found: Tensor
+    attended: Tensor
     log_sums: Tensor
-    found, log_sums, *_ = torch.ops.flash_attn_3.fwd.default(
+    attended, log_sums, *_ = torch.ops.flash_attn_3.fwd.default(
         query,
         kv_cache[0],
         kv_cache[1],
@@ -62,7 +62,7 @@ def _attend_pairs(
         is_causal=is_causal,
         num_splits=splits,
     )
-    return found, log_sums
+    return attended, log_sums
 
 
 @cache
@@ -74,22 +74,13 @@ def flash_rejection(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     if major != 9:
         return f"FlashAttention-3 needs compute capability 9.0, this GPU has {major}.{minor}"
     if dtype not in _NARROW:
-        return (
-            f"FlashAttention-3 needs KV in bfloat16 or float16, this is {str(dtype).removeprefix('torch.')}"
-        )
+        name = str(dtype).removeprefix("torch.")
+        return f"FlashAttention-3 needs KV in bfloat16 or float16, this is {name}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return (
-            f"FlashAttention-3 needs heads of at most {MAX_HEAD_DIM} numbers, a multiple of 8, these have "
-            f"{head_dim}"
-        )
-    return _import_failure()
-
-
-@cache
-def _import_failure() -> str:
-    """Import the package, which registers its operators; why that fails, or nothing."""
+        sizes = f"at most {MAX_HEAD_DIM} numbers, a multiple of 8"
+        return f"FlashAttention-3 needs heads of {sizes}, these have {head_dim}"
     try:
-        importlib.import_module(MODULE)
+        importlib.import_module(MODULE)  # registers its operators
         torch.ops.flash_attn_3.fwd.default  # noqa: B018
     except Exception as error:
         return f"FlashAttention-3 cannot be imported ({error!r}): pip install 'mambaslots[gpu]'"
@@ -155,9 +146,8 @@ def _attend(
     scale = score_scale(scale, head_dim)
     for first in range(0, query.shape[0], together):
         part = slice(first, first + together)
-        out[part] = _attend_group(
-            query[part], positions[part], block_table[part], kv_lengths[part], kv_cache, segment, scale
-        )
+        tiles = query[part], positions[part], block_table[part], kv_lengths[part]
+        out[part] = _attend_group(*tiles, kv_cache, segment, scale)
     return out
 
 

@@ -10,6 +10,7 @@ rounds their results to the dtype of the cache.
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -56,26 +57,18 @@ def segment_begin(segment, SHORT, END, LONG):
 
 
 class SegmentRows(NamedTuple):
-    """Rows of one call of a backend: each has queries of one row of the step, and KV of one segment.
+    """Rows of one call of a backend: each has queries of one row of the step, and KV of one segment."""
 
-    Attributes:
-        block_table: [V, blocks of a segment] int32, padded with 0.
-        kv_lengths: [V] int32: tokens of the segment up to the last query.
-        query_start_loc: [V + 1] int32, ascending: the place of each row's first query; trailing total.
-        query_lengths: [V] int32: queries of each row; 0 where no query reads the segment.
-        longest_query: at least the queries of the longest row.
-    """
-
-    block_table: Tensor
-    kv_lengths: Tensor
-    query_start_loc: Tensor
-    query_lengths: Tensor
-    longest_query: int
+    block_table: Tensor  # [V, blocks of a segment] int32, padded with 0
+    kv_lengths: Tensor  # [V] int32: tokens of the segment up to the last query
+    query_start_loc: Tensor  # [V + 1] int32, ascending: place of each row's first query; trailing total
+    query_lengths: Tensor  # [V] int32: queries of each row; 0 where no query reads the segment
+    longest_query: int  # at least the queries of the longest row
 
 
 def segment_rows(
-    rows: AttentionRows, first_row: int, num_rows: int, readers: Readers, num_segments: int,
-    segments: Segments, block_size: int, query: Tensor, *, longest_query: int, copies: Tensor | None = None,
+    rows: AttentionRows, segments: Segments, block_size: int, query: Tensor, first_row: int, num_rows: int,
+    readers: Readers, num_segments: int, longest_query: int, copies: Tensor | None = None,
 ) -> SegmentRows:  # fmt: skip
     """Pair rows of a step, decode rows or prefill rows, with their segments, in one launch.
 
@@ -169,14 +162,14 @@ TOGETHER = 8
 
 
 def combine_segments(
-    earlier: Tensor, earlier_log_sums: Tensor, own: Tensor, own_log_sums: Tensor, positions: Tensor,
+    earlier: Tensor, earlier_log_sums: Tensor, final: Tensor, final_log_sums: Tensor, positions: Tensor,
     segments: Segments, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """Weigh the results o_s of each query's segments by their sums of exp(score), in float32.
 
     With l_s the log-sums and m the largest, sum_s exp(l_s - m) o_s / sum_s exp(l_s - m), over the segments up
-    to that of the query's position in order; of this one, `own` is read. Where it is the first, the result
-    has `own`'s bits.
+    to that of the query's position in order; of this one, `final` is read. Where it is the first, the result
+    has `final`'s bits.
     """
     tokens, heads, head_dim = out.shape
     if not tokens:
@@ -184,8 +177,8 @@ def combine_segments(
     block_dim = triton.next_power_of_2(head_dim)
     block_heads = min(max(1, BLOCK // block_dim), triton.next_power_of_2(heads))
     combine_segments_kernel[(tokens, ceil_div(heads, block_heads))](
-        earlier, earlier_log_sums, own, own_log_sums, positions, out,
-        *earlier.stride()[:3], *own.stride()[:3], *earlier_log_sums.stride(), *own_log_sums.stride(),
+        earlier, earlier_log_sums, final, final_log_sums, positions, out,
+        *earlier.stride()[:3], *final.stride()[:3], *earlier_log_sums.stride(), *final_log_sums.stride(),
         *out.stride()[:2], heads, earlier.shape[0],
         *segments, DIM=head_dim, BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim, TOGETHER=TOGETHER,
         num_warps=NUM_WARPS,
@@ -196,11 +189,11 @@ def combine_segments(
 @triton.jit
 def combine_segments_kernel(
     # Pointers
-    earlier, earlier_log_sums, own, own_log_sums, positions, out,
+    earlier, earlier_log_sums, final, final_log_sums, positions, out,
     # Strides
-    earlier_segment_stride, earlier_token_stride, earlier_head_stride, own_segment_stride,
-    own_token_stride, own_head_stride, earlier_sums_segment_stride, earlier_sums_head_stride,
-    earlier_sums_token_stride, own_sums_segment_stride, own_sums_head_stride, own_sums_token_stride,
+    earlier_segment_stride, earlier_token_stride, earlier_head_stride, final_segment_stride,
+    final_token_stride, final_head_stride, earlier_sums_segment_stride, earlier_sums_head_stride,
+    earlier_sums_token_stride, final_sums_segment_stride, final_sums_head_stride, final_sums_token_stride,
     out_token_stride, out_head_stride,
     # Dimensions
     heads, num_earlier,
@@ -216,19 +209,19 @@ def combine_segments_kernel(
     segment = segment_of(tl.load(positions + token), SHORT, END, LONG)
     count = tl.minimum(segment.to(tl.int32), num_earlier)
 
-    own += count.to(tl.int64) * own_segment_stride + token * own_token_stride
-    own_log_sums += count.to(tl.int64) * own_sums_segment_stride + token * own_sums_token_stride
-    last = tl.load(own + head[:, None] * own_head_stride + dim[None, :], mask=inside, other=0.0)
-    last_sum = tl.load(own_log_sums + head * own_sums_head_stride, mask=real, other=0.0)
+    final += count.to(tl.int64) * final_segment_stride + token * final_token_stride
+    final_log_sums += count.to(tl.int64) * final_sums_segment_stride + token * final_sums_token_stride
+    last = tl.load(final + head[:, None] * final_head_stride + dim[None, :], mask=inside, other=0.0)
+    last_sum = tl.load(final_log_sums + head * final_sums_head_stride, mask=real, other=0.0)
 
     sums = earlier_log_sums + token * earlier_sums_token_stride + head * earlier_sums_head_stride
-    some = tl.arange(0, TOGETHER)
+    index = tl.arange(0, TOGETHER)
     largest = last_sum
     for first in range(0, count, TOGETHER):
-        offset = (first + some).to(tl.int64) * earlier_sums_segment_stride
-        exists = real[:, None] & (first + some < count)[None, :]
-        found = tl.load(sums[:, None] + offset[None, :], mask=exists, other=float("-inf"))
-        largest = tl.maximum(largest, tl.max(found, axis=1))
+        offset = (first + index).to(tl.int64) * earlier_sums_segment_stride
+        exists = real[:, None] & (first + index < count)[None, :]
+        some_sums = tl.load(sums[:, None] + offset[None, :], mask=exists, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(some_sums, axis=1))
 
     parts = earlier + token * earlier_token_stride + head[:, None] * earlier_head_stride + dim[None, :]
     total = tl.zeros((BLOCK_HEADS,), tl.float32)
@@ -271,7 +264,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 """What leaves the KV of each pair whole: `attention._attend_pairs`."""
 
 
-def of_blocks(block_size: int) -> Segments | None:
+def segments_for_block_size(block_size: int) -> Segments | None:
     """Segments of whole blocks: all long where blocks do not divide the short; None where not even these."""
     short, end, long = SEGMENTS
     if long % block_size:
@@ -281,7 +274,7 @@ def of_blocks(block_size: int) -> Segments | None:
 
 def num_segments(rows: AttentionRows, block_size: int) -> int:
     """Most segments of a sequence in this block table; 1 where blocks do not divide segments."""
-    segments, tokens = of_blocks(block_size), rows.block_table.shape[1] * block_size
+    segments, tokens = segments_for_block_size(block_size), rows.block_table.shape[1] * block_size
     return 1 if segments is None or not tokens else 1 + int(segment_of.fn(tokens - 1, *segments))
 
 
@@ -307,31 +300,30 @@ class _Step:
     def __init__(self, kv_cache: Tensor, rows: AttentionRows, scale: float | None, attend: Attend) -> None:
         self._kv_cache, self._rows, self._scale, self._attend = kv_cache, rows, scale, attend
         self._num_segments = num_segments(rows, kv_cache.shape[2])
-        self._segments = of_blocks(kv_cache.shape[2]) or SEGMENTS
+        self._segments = segments_for_block_size(kv_cache.shape[2]) or SEGMENTS
+        self._pairs = partial(segment_rows, rows, self._segments, kv_cache.shape[2])
 
     def single_tokens(self, query: Tensor, out: Tensor) -> None:
         """Decode rows of one token: one call for all segments, because few rows leave most of a GPU idle.
 
         A query alone sees all KV of its pair even in a causal call.
         """
-        rows = self._rows
-        found, log_sums = self._attend_copies(query, Readers.ALL, self._num_segments)
-        combine_segments(found, log_sums, found, log_sums, rows.positions[: len(query)], self._segments, out)
+        parts, log_sums = self._attend_copies(query, Readers.ALL, self._num_segments)
+        positions = self._rows.positions[: len(query)]
+        combine_segments(parts, log_sums, parts, log_sums, positions, self._segments, out)
 
     def drafts(self, query: Tensor, out: Tensor) -> None:
         """Decode rows of several tokens: two calls, in which the tokens of a row read each segment once."""
-        rows = self._rows
-        own, own_log_sums = self._attend_own(query, 0, rows.num_decodes, rows.decode_tokens)
+        rows, positions = self._rows, self._rows.positions[: len(query)]
+        final, final_log_sums = self._attend_final(query, 0, rows.num_decodes, rows.decode_tokens)
         earlier, log_sums = self._attend_copies(query, Readers.AFTER, self._num_segments - 1)
-        combine_segments(
-            earlier, log_sums, own, own_log_sums, rows.positions[: len(query)], self._segments, out
-        )
+        combine_segments(earlier, log_sums, final, final_log_sums, positions, self._segments, out)
 
     def prefills(self, query: Tensor, out: Tensor) -> None:
         """One call for the segments in which queries lie, and one for each segment after which some lie."""
         rows, parts = self._rows, self._num_segments - 1
         num_rows, longest = rows.num_rows - rows.num_decodes, max(1, rows.max_query_tokens)
-        own, own_log_sums = self._attend_own(query, rows.num_decodes, num_rows, longest)
+        final, final_log_sums = self._attend_final(query, rows.num_decodes, num_rows, longest)
         pairs = self._pairs(query, rows.num_decodes, num_rows, Readers.AFTER, parts, longest)
         by_segment = [
             SegmentRows(table, lengths, starts, counts, longest)
@@ -344,43 +336,32 @@ class _Step:
         for first in range(0, kv_heads, together):
             cache = self._kv_cache[:, :, :, first : first + together]
             heads = slice(first * sharing, (first + cache.shape[3]) * sharing)
-            some = query[:, heads]
-            earlier = torch.empty(parts, *some.shape, dtype=query.dtype, device=query.device)
+            head_queries = query[:, heads]
+            earlier = torch.empty(parts, *head_queries.shape, dtype=query.dtype, device=query.device)
             log_sums = [
-                self._attend(some, cache, pair, self._scale, is_causal=False, out=part)[1]
+                self._attend(head_queries, cache, pair, self._scale, is_causal=False, out=part)[1]
                 for pair, part in zip(by_segment, earlier, strict=True)
             ]
             combine_segments(
-                earlier, torch.stack(log_sums), own[:, :, heads], own_log_sums[:, heads],
+                earlier, torch.stack(log_sums), final[:, :, heads], final_log_sums[:, heads],
                 rows.positions[rows.num_decode_tokens :], self._segments, out[:, heads],
             )  # fmt: skip
 
-    def _attend_own(self, query: Tensor, first: int, num_rows: int, longest: int) -> tuple[Tensor, Tensor]:
+    def _attend_final(self, query: Tensor, first: int, num_rows: int, longest: int) -> tuple[Tensor, Tensor]:
         """What queries find in their own segments, with a first dimension of stride 0 for the segment."""
         touched = 1 + ceil_div(longest - 1, self._segments.short)  # at most, by the longest row
         touched, longest = min(self._num_segments, touched), min(longest, self._segments.long)
         pairs = self._pairs(query, first, num_rows, Readers.WITHIN, touched, longest)
-        found, log_sums = self._attend(query, self._kv_cache, pairs, self._scale, is_causal=True)
+        outputs, log_sums = self._attend(query, self._kv_cache, pairs, self._scale, is_causal=True)
         count = self._num_segments
-        return found.expand(count, *found.shape), log_sums.expand(count, *log_sums.shape)
+        return outputs.expand(count, *outputs.shape), log_sums.expand(count, *log_sums.shape)
 
     def _attend_copies(self, query: Tensor, readers: Readers, parts: int) -> tuple[Tensor, Tensor]:
         """What the queries of decode rows find in each of the first `parts` segments, by one call."""
         rows = self._rows
         copies = query.new_empty(parts, *query.shape)
         pairs = self._pairs(query, 0, rows.num_decodes, readers, parts, rows.decode_tokens, copies)
-        is_causal = readers == Readers.ALL
-        found, log_sums = self._attend(
-            copies.flatten(0, 1), self._kv_cache, pairs, self._scale, is_causal=is_causal
-        )
-        by_part = found.view(parts, *query.shape)
+        packed, is_causal = copies.flatten(0, 1), readers == Readers.ALL
+        outputs, log_sums = self._attend(packed, self._kv_cache, pairs, self._scale, is_causal=is_causal)
+        by_part = outputs.view(parts, *query.shape)
         return by_part, log_sums.view(-1, parts, len(query)).transpose(0, 1)
-
-    def _pairs(
-        self, query: Tensor, first_row: int, num_rows: int, readers: Readers, parts: int, longest: int,
-        copies: Tensor | None = None,
-    ) -> SegmentRows:  # fmt: skip
-        return segment_rows(
-            self._rows, first_row, num_rows, readers, parts, self._segments, self._kv_cache.shape[2],
-            query, longest_query=longest, copies=copies,
-        )  # fmt: skip

@@ -31,7 +31,7 @@ def causal_conv1d_prefill(
     num_rows, checkpoints = rows.sources.shape[0], rows.checkpoint_rows.shape[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     works = num_rows + checkpoints + ceil_div(tokens, PREFILL_TOKENS)
-    prefill_kernel[(works * ceil_div(conv_dim, PREFILL_CHANNELS),)](
+    conv_prefill_kernel[(works * ceil_div(conv_dim, PREFILL_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out, *rows,
         num_rows, checkpoints, conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(),
@@ -49,7 +49,7 @@ def causal_conv1d_update(
     """As `torch_conv.causal_conv1d_update`."""
     rows, tokens, conv_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    update_kernel[(rows * ceil_div(conv_dim, UPDATE_CHANNELS),)](
+    conv_update_kernel[(rows * ceil_div(conv_dim, UPDATE_CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, out, sources, destinations,
         conv_dim,
         *x.stride(), *weight.stride(), *conv_states.stride(), *destinations.stride(),
@@ -61,7 +61,7 @@ def causal_conv1d_update(
 
 
 @triton.jit(do_not_specialize=["rows", "checkpoints"])
-def prefill_kernel(
+def conv_prefill_kernel(
     # Pointers
     x, weight, bias, states, out,
     sources, destinations, query_start_loc, token_rows,
@@ -137,9 +137,8 @@ def _row(
             inputs = inputs + (raw,)
         for token in tl.static_range(WIDTH):
             y = convolved(taps, inputs, token, KERNEL, ACTIVATION)
-            tl.store(
-                out + (start + token) * conv_dim, y.to(out.dtype.element_ty), mask=inside & (token < tokens)
-            )
+            is_token = inside & (token < tokens)
+            tl.store(out + (start + token) * conv_dim, y.to(out.dtype.element_ty), mask=is_token)
     _store_window(
         states, destination, slot_stride, state_tap_stride,
         inside, carried, x, x_token_stride, tokens, WIDTH,
@@ -202,15 +201,13 @@ def _tokens(
             inputs = inputs + (tl.load(x[None, :] + place[:, None] * x_token_stride, mask=mask, other=0.0),)
         taps = load_taps(weight[None, :], bias[None, :], inside[None, :], weight_tap_stride, KERNEL, HAS_BIAS)
         y = convolved(taps, inputs, 0, KERNEL, ACTIVATION)
-        tl.store(
-            out[None, :] + (first + token[:, None]) * conv_dim,
-            y.to(out.dtype.element_ty),
-            mask=(real & (first + token - start >= WIDTH))[:, None] & inside[None, :],
-        )
+        is_stored = (real & (first + token - start >= WIDTH))[:, None] & inside[None, :]
+        place = out[None, :] + (first + token[:, None]) * conv_dim
+        tl.store(place, y.to(out.dtype.element_ty), mask=is_stored)
 
 
 @triton.jit
-def update_kernel(
+def conv_update_kernel(
     # Pointers
     x, weight, bias, states, out, sources, destinations,
     # Dimensions

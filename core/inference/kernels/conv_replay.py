@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...validation import ceil_div
 from .conv import convolved, load_taps
-from .operands import check_slots
+from .dtypes_and_strides import check_slots
 from .step_rows import ReplayRows
 
 CHANNELS, NUM_WARPS = 128, 2
@@ -27,7 +27,7 @@ def causal_conv1d_replay(
     num_rows, tokens, conv_dim = x.shape
     check_slots(conv_inputs=conv_inputs)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    replay_kernel[(num_rows * ceil_div(conv_dim, CHANNELS),)](
+    conv_replay_kernel[(num_rows * ceil_div(conv_dim, CHANNELS),)](
         x, weight, weight if bias is None else bias, conv_states, conv_inputs, out,
         rows.input_rows, rows.starts, rows.lengths, rows.destinations,
         conv_dim,
@@ -46,7 +46,7 @@ def keep_conv_inputs(
     """As `torch_conv.keep_conv_inputs`; a ValueError where the rings are not contiguous in each slot."""
     rows, conv_dim, width = input_rows.shape[0], x.shape[1], conv_states.shape[-1]
     check_slots(conv_inputs=conv_inputs)
-    keep_kernel[(rows * ceil_div(conv_dim, CHANNELS),)](
+    keep_conv_kernel[(rows * ceil_div(conv_dim, CHANNELS),)](
         x, conv_states, conv_inputs, input_rows, starts, sources, query_start_loc,
         conv_dim,
         *x.stride(), *conv_states.stride(), conv_inputs.stride(0),
@@ -56,7 +56,7 @@ def keep_conv_inputs(
 
 
 @triton.jit
-def replay_kernel(
+def conv_replay_kernel(
     # Pointers
     x, weight, bias, states, rings, out, input_rows, starts, lengths, destinations,
     # Dimensions
@@ -116,7 +116,7 @@ def replay_kernel(
 
 
 @triton.jit
-def keep_kernel(
+def keep_conv_kernel(
     # Pointers
     x, states, rings, input_rows, starts, sources, query_start_loc,
     # Dimensions
@@ -144,13 +144,10 @@ def keep_kernel(
         ring = rings + input_row * ring_stride + channel
         for tap in tl.static_range(WIDTH):
             token = length - WIDTH + tap  # of the row; below 0 it lies in the carried window
-            own = tl.load(tokens + token * x_token_stride, mask=inside & (token >= 0), other=0.0)
-            carried = tl.load(
-                window + (token + WIDTH) * state_tap_stride,
-                mask=inside & (token < 0) & (source >= 0),
-                other=0.0,
-            )
-            raw = tl.where(token >= 0, own.to(rings.dtype.element_ty), carried.to(rings.dtype.element_ty))
+            new = tl.load(tokens + token * x_token_stride, mask=inside & (token >= 0), other=0.0)
+            is_carried = inside & (token < 0) & (source >= 0)
+            carried = tl.load(window + (token + WIDTH) * state_tap_stride, mask=is_carried, other=0.0)
+            raw = tl.where(token >= 0, new.to(rings.dtype.element_ty), carried.to(rings.dtype.element_ty))
             position = start + token
             place = (position + RING) % RING
             tl.store(ring + place * conv_dim, raw, mask=inside & (position >= 0))

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import check_slots
+from .dtypes_and_strides import check_slots
 from .step_rows import ScanRows
 from .tiles import any_index, load_tile
 
@@ -241,39 +241,36 @@ def _chunk(
     tl.store(entering + of_state, rounded, mask=in_state)
     decay = tl.load(log_decays + token * heads, mask=real, other=0.0)
     decay_of_chunk = tl.load(log_decays + (end - 1) * heads)
-    own = tl.load(written + of_value, mask=in_value, other=0.0).to(tl.float32)
+    written_value = tl.load(written + of_value, mask=in_value, other=0.0).to(tl.float32)
     state *= tl.exp2(decay_of_chunk)
     if SLICE == 0:
         of_key = token[:, None] * (heads * key_dim) + n[None, :]
         read_key = tl.load(read_keys + of_key, mask=real[:, None] & (n < key_dim)[None, :], other=0.0)
-        value = own - tl.dot(read_key, rounded)
+        value = written_value - tl.dot(read_key, rounded)
         tl.store(new_values + of_value, value.to(operand), mask=in_value)
         key = load_tile(keys + n[:, None] + token[None, :] * (key_heads * key_dim), n < key_dim, real)
         value *= tl.where(real, tl.exp2(decay_of_chunk - decay), 0.0)[:, None]
         state = tl.dot(key, value.to(operand), state)
     else:
         tl.debug_barrier()  # below, a thread reads what another thread has stored above
-        held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
+        read_value = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
         for first_n in range(0, key_dim, SLICE):
-            some = first_n + tl.arange(0, SLICE)
-            read_key = load_tile(
-                read_keys + token[:, None] * (heads * key_dim) + some[None, :], real, some < key_dim
-            )
-            part = load_tile(entering + some[:, None] * value_dim + p[None, :], some < key_dim, p < value_dim)
-            held = tl.dot(read_key, part, held, input_precision="tf32x3")
-        tl.store(new_values + of_value, own - held, mask=in_value)
+            d = first_n + tl.arange(0, SLICE)
+            of_read_key = read_keys + token[:, None] * (heads * key_dim) + d[None, :]
+            read_key = load_tile(of_read_key, real, d < key_dim)
+            part = load_tile(entering + d[:, None] * value_dim + p[None, :], d < key_dim, p < value_dim)
+            read_value = tl.dot(read_key, part, read_value, input_precision="tf32x3")
+        tl.store(new_values + of_value, written_value - read_value, mask=in_value)
         tl.debug_barrier()  # as above
         for first_token in range(0, chunk_size, SLICE):
-            some_token = start + first_token + tl.arange(0, SLICE)
-            is_real = some_token < end
-            value = load_tile(
-                new_values + some_token[:, None] * (heads * value_dim) + p[None, :], is_real, p < value_dim
-            )
-            some_decay = tl.load(log_decays + some_token * heads, mask=is_real, other=0.0)
-            value *= tl.where(is_real, tl.exp2(decay_of_chunk - some_decay), 0.0)[:, None]
-            key = load_tile(
-                keys + n[:, None] + some_token[None, :] * (key_heads * key_dim), n < key_dim, is_real
-            )
+            part_token = start + first_token + tl.arange(0, SLICE)
+            is_real = part_token < end
+            of_part = new_values + part_token[:, None] * (heads * value_dim) + p[None, :]
+            value = load_tile(of_part, is_real, p < value_dim)
+            part_decay = tl.load(log_decays + part_token * heads, mask=is_real, other=0.0)
+            value *= tl.where(is_real, tl.exp2(decay_of_chunk - part_decay), 0.0)[:, None]
+            of_part = keys + n[:, None] + part_token[None, :] * (key_heads * key_dim)
+            key = load_tile(of_part, n < key_dim, is_real)
             state = tl.dot(key, value, state, input_precision="tf32x3")
     return state
 
@@ -291,7 +288,7 @@ def gated_delta_rule_update(
     key_heads, key_dim = k.shape[2:]
     out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     block_k, block_v = update_blocks(key_dim, value_dim)
-    update_kernel[(rows * heads * ceil_div(value_dim, block_v),)](
+    delta_update_kernel[(rows * heads * ceil_div(value_dim, block_v),)](
         q, k, v, g, beta, states, out, sources, destinations,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *states.stride(), *destinations.stride(),
@@ -308,7 +305,7 @@ def update_blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def update_kernel(
+def delta_update_kernel(
     # Pointers
     q, k, v, g, beta, states, out, sources, destinations,
     # Strides
@@ -357,8 +354,8 @@ def update_kernel(
             query *= tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6) * (KEY_DIM**-0.5)
 
             state *= decay
-            held = tl.sum(state * key[:, None], axis=0)
-            new_value = strength * (value - held)
+            read_value = tl.sum(state * key[:, None], axis=0)
+            new_value = strength * (value - read_value)
             state += key[:, None] * new_value[None, :]
             o = tl.sum(state * query[:, None], axis=0)
             tl.store(out + token * HEADS * VALUE_DIM, o.to(out.dtype.element_ty), mask=p < VALUE_DIM)
@@ -396,31 +393,27 @@ def scan_chunks(
     new_v: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gated_delta_rule_scan` of normalised queries and keys, all contiguous."""
-    fla, key_dim, chunk_size = stages(), keys.shape[2], rows.chunk_size
-    chunks = rows.cu_chunk_seqlens.shape[0] - 1
+    fla, num_chunks = stages(), rows.cu_chunk_seqlens.shape[0] - 1
     # Chunk i is chunk 0 of sequence i. A little-endian int64 i is the pair (i, 0) of int32.
-    pairs = torch.arange(chunks, device=values.device).view(torch.int32).view(chunks, 2)
-    cuts = {"cu_seqlens": rows.cu_chunk_seqlens, "chunk_indices": pairs}
+    pairs = torch.arange(num_chunks, device=values.device).view(torch.int32).view(num_chunks, 2)
+    cuts: dict[str, Any] = {"cu_seqlens": rows.cu_chunk_seqlens, "chunk_indices": pairs}
+    chunks = cuts | {"chunk_size": rows.chunk_size}
 
     queries, keys, values, strength = (x[None] for x in (queries, keys, values, beta))
-    log_decays = fla.chunk_local_cumsum(g[None], chunk_size=chunk_size, scale=_LOG2_E, **cuts)
+    log_decays = fla.chunk_local_cumsum(g[None], scale=_LOG2_E, **chunks)
     if values.dtype == torch.float32:
-        coupling = fla.chunk_scaled_dot_kkt_fwd(
-            keys, log_decays, strength, chunk_size=chunk_size, output_dtype=torch.float32, **cuts
-        )
-        inverse = fla.solve_tril(coupling, output_dtype=torch.float32, **cuts)
+        wide = {"output_dtype": torch.float32}
+        coupling = fla.chunk_scaled_dot_kkt_fwd(keys, log_decays, strength, **wide, **chunks)
+        inverse = fla.solve_tril(coupling, **wide, **cuts)
         read_keys, written = fla.recompute_w_u_fwd(keys, values, strength, inverse, log_decays, **cuts)
     else:
-        read_keys, written, _ = fla.chunk_gated_delta_rule_fwd_intra(
-            keys, values, log_decays, strength, chunk_size=chunk_size, **cuts
-        )
-    entering, new_values = delta_state_passing(
-        keys[0], read_keys[0], written[0], log_decays[0], states, rows, new_v
-    )
+        wy_form = fla.chunk_gated_delta_rule_fwd_intra(keys, values, log_decays, strength, **chunks)
+        read_keys, written, _ = wy_form
+    packed = keys[0], read_keys[0], written[0], log_decays[0]
+    entering, new_values = delta_state_passing(*packed, states, rows, new_v)
     o: Tensor = fla.chunk_fwd_o(
-        queries, keys, new_values[None], entering[None], log_decays,
-        scale=key_dim**-0.5, chunk_size=chunk_size, **cuts,
-    )  # fmt: skip
+        queries, keys, new_values[None], entering[None], log_decays, scale=keys.shape[-1] ** -0.5, **chunks
+    )
     return o[0]
 
 
@@ -479,17 +472,17 @@ _STAGES = {
 @cache
 def stages() -> SimpleNamespace:
     """fla-core's stages by name; the first call imports it, which takes seconds, or raises an ImportError."""
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fla warns where there is no GPU
             for module, names in _STAGES.items():
                 imported = import_module(f"fla.ops.{module}")
-                found |= {name: getattr(imported, name) for name in names}
+                functions |= {name: getattr(imported, name) for name in names}
     except ModuleNotFoundError as error:
         raise ImportError(
             f"the gated delta rule on a GPU needs fla-core ({error.name} is missing); install it with: "
             "pip install 'mambaslots[fla]'"
         ) from error
-    kernels = [kernel for name, kernel in found.items() if name.endswith("_kernel")]
-    return SimpleNamespace(**found, kernels_that_add=kernels)
+    kernels = [kernel for name, kernel in functions.items() if name.endswith("_kernel")]
+    return SimpleNamespace(**functions, kernels_that_add=kernels)

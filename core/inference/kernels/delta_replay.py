@@ -26,9 +26,10 @@ from torch import Tensor
 from ...validation import ceil_div
 from .conv import convolved
 from .delta import OPERAND_TOKENS, OPERAND_WARPS, normalised, scan_chunks
-from .delta_solve import NewRows, decay_sums, of_blocks, solve_rows
+from .delta_solve import NewRows, decay_sums, inverse_offset, solve_rows
+from .dtypes_and_strides import check_slots
 from .gates import gates_of
-from .operands import DeltaInputs, RawTokens, check_slots
+from .mixer_inputs import DeltaInputs, RawTokens
 from .step_rows import ReplayRows, ScanRows, TailRows, input_table
 from .tiles import places
 
@@ -61,9 +62,8 @@ def gated_delta_rule_replay(
         **blocks, num_warps=OUTPUT_WARPS, num_stages=1, maxnreg=OUTPUT_REGISTERS,
     )  # fmt: skip
     if rows.destinations is not None:
-        complete_delta_chunks(
-            states[None], DeltaInputs(*(pool[None] for pool in inputs if pool is not None)), rows
-        )
+        one_layer = DeltaInputs(*(pool[None] for pool in inputs if pool is not None))
+        complete_delta_chunks(states[None], one_layer, rows)
     return out
 
 
@@ -140,21 +140,20 @@ def _keep_rows(
     tiles = (1 if tails else 2) * ceil_div(tokens * key_heads, sizes["BLOCK_R"])
     tiles += ceil_div(tokens * heads, sizes["BLOCK_R"]) + ceil_div(tokens, sizes["BLOCK_G"])
     made_of, conv_strides = (None,) * 7, (0, 0)
-    conv = {"KERNEL": 0, "WINDOW": 0, "RING": 0, "DOUBLED": False}
+    kernel, window, ring, doubled = 0, 0, 0, False
     if raw is not None:
         net, states, rings, destinations = raw
         dense = {"weight": net.weight[None], "A_log": net.A_log[None], "dt_bias": net.dt_bias[None]}
         check_slots(conv_states=states, conv_inputs=rings, **dense)
         made_of, conv_strides = (*net[:4], states, rings, destinations), (states.stride(0), rings.stride(0))
-        sizes_of_conv = net.weight.shape[1], states.shape[2], rings.shape[1], net.doubled
-        conv = dict(zip(conv, sizes_of_conv, strict=True))
+        kernel, window, ring, doubled = net.weight.shape[1], states.shape[2], rings.shape[1], net.doubled
     keep_rows_kernel[(rows.input_rows.shape[0] * tiles,)](
         q, k, v, g, beta, new_v, k if tails else queries, *kept, new_v_inputs, *rows, *made_of, *conv_strides,
         *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(pool.stride(0) for pool in kept), 0 if new_v_inputs is None else new_v_inputs.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, INNER=g.shape[2],
         TOKENS=tokens, CHUNK=inputs.g.shape[1], BLOCK_TOKENS=block_tokens, TAILS=tails,
-        **conv, **sizes, num_warps=OPERAND_WARPS,
+        KERNEL=kernel, WINDOW=window, RING=ring, DOUBLED=doubled, **sizes, num_warps=OPERAND_WARPS,
     )  # fmt: skip
 
 
@@ -248,7 +247,8 @@ def keep_rows_kernel(
     chunks, `ends` [rows + 1] are where packed rows begin, and no query is stored. `new_v` is packed. With
     KERNEL, tokens are raw, as `RawTokens` says.
     """
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    VALUE_SIZE: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_SIZE
     KEY_TILES: tl.constexpr = (TOKENS * KEY_HEADS + BLOCK_R - 1) // BLOCK_R
     VALUE_TILES: tl.constexpr = (TOKENS * VALUE_HEADS + BLOCK_R - 1) // BLOCK_R
     GATE_TILES: tl.constexpr = (TOKENS + BLOCK_G - 1) // BLOCK_G
@@ -299,18 +299,13 @@ def keep_rows_kernel(
                 2 * KEY_HEADS * KEY_DIM, position, weight, bias, conv_states, conv_inputs, destination,
                 VALUE_DIM, KERNEL, WINDOW, RING, CHANNELS,
             )  # fmt: skip
-            kept = places(
-                table, start + token, token < length, v_input_stride, BLOCK_TOKENS, VALUE_HEADS * VALUE_DIM
-            )
+            kept = places(table, start + token, token < length, v_input_stride, BLOCK_TOKENS, VALUE_SIZE)
             kept = v_inputs + (kept + head * VALUE_DIM)[:, None]
             tl.store(kept + p[None, :], value.to(v_inputs.dtype.element_ty), mask=inside)
             if new_v is not None:
-                new_value = tl.load(
-                    new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :], mask=inside
-                )
-                kept = places(
-                    table, token, token < length, new_v_input_stride, BLOCK_TOKENS, VALUE_HEADS * VALUE_DIM
-                )
+                of_new_v = new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :]
+                new_value = tl.load(of_new_v, mask=inside)
+                kept = places(table, token, token < length, new_v_input_stride, BLOCK_TOKENS, VALUE_SIZE)
                 kept = new_v_inputs + (kept + head * VALUE_DIM)[:, None]
                 tl.store(kept + p[None, :], new_value, mask=inside)
         else:
@@ -389,11 +384,8 @@ def outputs_kernel(
         real = t < start + length
         in_key = (n < key_dim)[None, :]
         of_state = states + source * slot_stride + head * (key_dim * value_dim)
-        state = tl.load(
-            of_state + n[:, None] * value_dim + p[None, :],
-            mask=(n < key_dim)[:, None] & in_value & (source >= 0),
-            other=0.0,
-        )
+        in_state = (n < key_dim)[:, None] & in_value & (source >= 0)
+        state = tl.load(of_state + n[:, None] * value_dim + p[None, :], mask=in_state, other=0.0)
         table = input_blocks + row * ((chunk_size + block_tokens - 1) // block_tokens)
         of_v = places(table, t, real, v_input_stride, block_tokens, value_stride)
         of_value = places(table, t, real, new_v_input_stride, block_tokens, value_stride)
@@ -481,10 +473,10 @@ def complete_chunks_kernel(
     first = tl.program_id(0) // programs % groups
     layer = tl.program_id(0) // programs // groups
     p = tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    some = first + groups * tl.arange(0, ROWS)
-    completes = tl.load(destinations + some, mask=some < rows, other=-1) >= 0
-    completes = completes & (tl.load(input_rows + some, mask=some < rows, other=-1) >= 0)
-    row = tl.min(tl.where(completes, some, rows), axis=0)
+    candidate = first + groups * tl.arange(0, ROWS)
+    completes = tl.load(destinations + candidate, mask=candidate < rows, other=-1) >= 0
+    completes = completes & (tl.load(input_rows + candidate, mask=candidate < rows, other=-1) >= 0)
+    row = tl.min(tl.where(completes, candidate, rows), axis=0)
     while row < rows:
         input_row = tl.load(input_rows + row)
         source = tl.load(sources + row)
@@ -502,7 +494,7 @@ def complete_chunks_kernel(
             heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, block_tokens,
             BLOCK_V, SLICE,
         )  # fmt: skip
-        row = tl.min(tl.where(completes & (some > row), some, rows), axis=0)
+        row = tl.min(tl.where(completes & (candidate > row), candidate, rows), axis=0)
 
 
 @triton.jit
@@ -517,15 +509,14 @@ def _complete_chunk(
     t = tl.arange(0, chunk_size)
     in_value = (p < value_dim)[None, :]
     decay = decay_sums(tl.load(g + t * heads), chunk_size)
-    solved = tl.load(
-        inverse + of_blocks(t[:, None], t[None, :]), mask=t[:, None] >= t[None, :], other=0.0
-    ).to(operand)
+    is_stored = t[:, None] >= t[None, :]
+    solved = tl.load(inverse + inverse_offset(t[:, None], t[None, :]), mask=is_stored, other=0.0).to(operand)
     beta = tl.load(strengths + t * heads)
     of_key = places(table, t, t < chunk_size, k_input_stride, block_tokens, key_stride)
     of_value = places(table, t, t < chunk_size, v_input_stride, block_tokens, heads * value_dim)
     v = tl.load(values + of_value[:, None] + p[None, :], mask=in_value, other=0.0)
     written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
-    held = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
+    read_value = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
     key_end: tl.constexpr = max(key_dim, 2 * SLICE)  # `completion_blocks` says why there are two turns
     for first in range(0, key_end, SLICE):
         n = first + tl.arange(0, SLICE)
@@ -533,13 +524,10 @@ def _complete_chunk(
         scaled = key * beta[:, None]
         scaled = scaled * tl.exp2(decay)[:, None]
         read_key = tl.dot(solved, scaled.to(operand)).to(operand)
-        state = tl.load(
-            entering + n[:, None] * value_dim + p[None, :],
-            mask=(n < key_dim)[:, None] & in_value & has_entering,
-            other=0.0,
-        )
-        held = tl.dot(read_key, state.to(tl.float32).to(operand), held)
-    value = written.to(tl.float32) - held
+        in_state = (n < key_dim)[:, None] & in_value & has_entering
+        state = tl.load(entering + n[:, None] * value_dim + p[None, :], mask=in_state, other=0.0)
+        read_value = tl.dot(read_key, state.to(tl.float32).to(operand), read_value)
+    value = written.to(tl.float32) - read_value
 
     decay_of_chunk = tl.sum(tl.where(t == chunk_size - 1, decay, 0.0), axis=0)
     value *= tl.exp2(decay_of_chunk - decay)[:, None]

@@ -4,13 +4,15 @@ A row depends on earlier rows only, of which a request keeps those of the invers
 follows in `delta_replay`.
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .operands import DeltaInputs, check_slots
+from .dtypes_and_strides import check_slots
+from .mixer_inputs import DeltaInputs
 from .tiles import places
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -71,7 +73,7 @@ def decay_sums(gates, chunk_size: tl.constexpr):
 
 
 @triton.jit
-def of_blocks(row, column):
+def inverse_offset(row, column):
     """Where a number lies among those of an inverse: 16 x 16 blocks on and below the diagonal, row by row."""
     r, c = row // 16, column // 16
     return (r * (r + 1) // 2 + c) * 256 + row % 16 * 16 + column % 16
@@ -83,14 +85,28 @@ def _coupled(products, mask, decay, of_column):
     return products * tl.where(mask, tl.exp2(decay[:, None] - of_column[None, :]), 0.0)
 
 
+_Chunk = namedtuple("_Chunk", "keys table input_stride beta inverse r end in_key")
+"""What new rows read; the block row r is solved, of tokens before `end`."""
+_Block = namedtuple("_Block", "token is_real is_new key strength query pair diagonal decays decay")
+"""The 16 tokens of block row r. `pair`: where rows of inverse and of scores go; None without `query`."""
+
+
 @triton.jit
-def _in_block(table, block, i, mask, stride, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+def _in_block(chunk, block, mask, TOKENS: tl.constexpr, SIZE: tl.constexpr):
     """`places` of the 16 tokens of a block; one load where no input block ends inside of it."""
+    i = tl.arange(0, 16)
     if TOKENS % 16 == 0:
-        input_block = tl.load(table + 16 * block // TOKENS).to(tl.int64)
-        return input_block * stride + (16 * block % TOKENS + i) * SIZE
+        input_block = tl.load(chunk.table + 16 * block // TOKENS).to(tl.int64)
+        return input_block * chunk.input_stride + (16 * block % TOKENS + i) * SIZE
     else:
-        return places(table, 16 * block + i, mask, stride, TOKENS, SIZE)
+        return places(chunk.table, 16 * block + i, mask, chunk.input_stride, TOKENS, SIZE)
+
+
+@triton.jit
+def _store_scores(block, key, mask, column, of_column, chunk_size: tl.constexpr):
+    """Store products of new queries with the keys of tokens `column`."""
+    scores = _coupled(tl.dot(block.query, tl.trans(key)), mask, block.decay, of_column)
+    tl.store(block.pair + chunk_size + column[None, :], scores.to(key.dtype), mask=mask)
 
 
 @triton.jit
@@ -99,163 +115,217 @@ def _new_rows(
     tokens: tl.constexpr, heads: tl.constexpr, key_stride: tl.constexpr, key_dim: tl.constexpr,
     chunk_size: tl.constexpr, block_tokens: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store the new rows of block row r: of the inverse, of the keys that read the state, and of scores;
-    without `queries`, those of the inverse only. Earlier rows of the inverse are stored.
+    """Store the new rows of block row r: of the inverse; for `queries`, also of read keys and of scores.
 
     As fla-core's chunk_gated_delta_rule_fwd_kkt_solve_kernel; for chunks of 32, solve_tril. Sums over block
-    columns are in their order; blocks that they have not are zeros, which change no sum. With `WIDE` the
-    blocks behind the nearest one are one tile, and all loads come first: their latency is most of the time.
+    columns are in their order; blocks that they have not are zeros, which change no sum.
     """
     operand: tl.constexpr = keys.dtype.element_ty
-    precision: tl.constexpr = "tf32" if chunk_size == 64 else "ieee"
-    FAR: tl.constexpr = chunk_size - 32  # tokens behind the nearest block
     i = tl.arange(0, 16)
     t = tl.arange(0, chunk_size)
     n = tl.arange(0, BLOCK_K)
     token = 16 * r + i
-    in_block = token < end
-    is_new = in_block & (token >= start)
+    is_real = token < end
+    is_new = is_real & (token >= start)
     below = i[:, None] > i[None, :]
     is_solved = (token < start)[:, None] & below
     in_key = (n < key_dim)[None, :]
     new = row * tokens + token - start
+    chunk = _Chunk(keys, table, input_stride, beta, inverse, r, end, in_key)
 
     gates = tl.load(g + t * heads, mask=t < end, other=0.0)
-    of_key = _in_block(table, r, i, in_block, input_stride, block_tokens, key_stride)
-    block_key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_block[:, None] & in_key, other=0.0)
-    strength = tl.load(beta + token * heads, mask=in_block, other=0.0)
-    own = tl.load(inverse + of_blocks(token[:, None], token[None, :]), mask=is_solved, other=0.0)
+    of_key = _in_block(chunk, r, is_real, block_tokens, key_stride)
+    key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_real[:, None] & in_key, other=0.0)
+    strength = tl.load(beta + token * heads, mask=is_real, other=0.0)
+    stored = tl.load(inverse + inverse_offset(token[:, None], token[None, :]), mask=is_solved, other=0.0)
+    query, pair = None, None
     if queries is not None:
-        query = tl.load(
-            queries + new[:, None] * key_stride + n[None, :], mask=is_new[:, None] & in_key, other=0.0
-        )
+        is_query = is_new[:, None] & in_key
+        query = tl.load(queries + new[:, None] * key_stride + n[None, :], mask=is_query, other=0.0)
     if WIDE:
-        is_near = (i >= 0) & (r > 0)
-        near = tl.where(is_near, token - 16, 0)
-        of_key = _in_block(table, tl.maximum(r, 1) - 1, i, is_near, input_stride, block_tokens, key_stride)
-        near_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_near[:, None] & in_key, other=0.0)
-        near_strength = tl.load(beta + near * heads, mask=is_near, other=0.0)
-        of_near = of_blocks(near[:, None], near[None, :])
-        above = tl.load(inverse + of_near, mask=is_near[:, None], other=0.0)
-    if WIDE and FAR > 0:
-        f = tl.arange(0, FAR)
-        is_far = f < 16 * r - 16
-        of_key = places(table, f, is_far, input_stride, block_tokens, key_stride)
-        far_key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_far[:, None] & in_key, other=0.0)
-        far_strength = tl.load(beta + f * heads, mask=is_far, other=0.0)
-        is_stored = is_far[:, None] & (f[:, None] // 16 >= f[None, :] // 16)
-        far_rows = tl.load(inverse + of_blocks(f[:, None], f[None, :]), mask=is_stored, other=0.0)
-        of_near = of_blocks(near[:, None], f[None, :])
-        near_rows = tl.load(inverse + of_near, mask=is_near[:, None] & is_far[None, :], other=0.0)
+        columns = _load_columns(chunk, heads, key_stride, chunk_size, block_tokens)
     decays = decay_sums(gates, chunk_size)
     decay = tl.gather(decays, token, 0)
 
-    coupling = tl.dot(block_key, tl.trans(block_key))
-    coupling = _coupled(coupling, below & in_block[:, None], decay, decay) * strength[:, None]
-    own = tl.where((token < start)[:, None], own, -coupling)
-    for own_row in range(tl.maximum(2, start - 16 * r), tl.minimum(16, end - 16 * r)):
-        solved_row = tl.sum(tl.where((i == own_row)[:, None], -coupling, 0.0), 0)
-        solved_row = tl.where(i < own_row, solved_row, 0.0)
-        solved_row = solved_row + tl.sum(solved_row[:, None] * own, 0)
-        own = tl.where((i == own_row)[:, None], solved_row, own)
-    own += i[:, None] == i[None, :]
-    tl.store(inverse + of_blocks(token[:, None], token[None, :]), own, mask=is_new[:, None])
+    coupling = tl.dot(key, tl.trans(key))
+    coupling = _coupled(coupling, below & is_real[:, None], decay, decay) * strength[:, None]
+    diagonal = _solved(tl.where((token < start)[:, None], stored, -coupling), coupling, r, start, end)
+    tl.store(inverse + inverse_offset(token[:, None], token[None, :]), diagonal, mask=is_new[:, None])
     if queries is not None:
-        of_pair = solved + new[:, None] * (heads * (key_dim + 2 * chunk_size)) + key_dim
-        tl.store(of_pair + token[None, :], own.to(operand), mask=is_new[:, None])
-        scores = tl.dot(query, tl.trans(block_key))
+        pair = solved + new[:, None] * (heads * (key_dim + 2 * chunk_size)) + key_dim
+        tl.store(pair + token[None, :], diagonal.to(operand), mask=is_new[:, None])
+        scores = tl.dot(query, tl.trans(key))
         scores = _coupled(scores, (i[:, None] >= i[None, :]) & is_new[:, None], decay, decay)
-        tl.store(of_pair + chunk_size + token[None, :], scores.to(operand), mask=is_new[:, None])
+        tl.store(pair + chunk_size + token[None, :], scores.to(operand), mask=is_new[:, None])
         is_later = is_new[:, None] & (t >= 16 * r + 16)[None, :]
-        tl.store(of_pair + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
-        tl.store(of_pair + chunk_size + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
+        tl.store(pair + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
+        tl.store(pair + chunk_size + t[None, :], tl.zeros((16, chunk_size), operand), mask=is_later)
         tl.store(solved_decays + new * heads, decay, mask=is_new)
 
+    block = _Block(token, is_real, is_new, key, strength, query, pair, diagonal, decays, decay)
     if WIDE:
-        of_column = tl.gather(decays, near, 0)
-        left = tl.dot(block_key, tl.trans(near_key))
-        left = _coupled(left, in_block[:, None] & is_near[None, :], decay, of_column) * strength[:, None]
-        is_stored = is_new[:, None] & is_near[None, :]
-        nearest = tl.dot(own, left, input_precision=precision)
-        nearest = -tl.dot(nearest, above, input_precision=precision)
-        tl.store(inverse + of_blocks(token[:, None], near[None, :]), nearest, mask=is_stored)
-        read_key = tl.zeros((16, BLOCK_K), dtype=tl.float32)
-        if queries is not None:
-            tl.store(of_pair + near[None, :], nearest.to(operand), mask=is_stored)
-            scores = tl.dot(query, tl.trans(near_key))
-            scores = _coupled(scores, is_stored, decay, of_column)
-            tl.store(of_pair + chunk_size + near[None, :], scores.to(operand), mask=is_stored)
-            near_key = (near_key * near_strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
-    if WIDE and FAR > 0:
-        of_column = tl.gather(decays, f, 0)
-        far_left = tl.dot(block_key, tl.trans(far_key))
-        far_left = _coupled(far_left, in_block[:, None] & is_far[None, :], decay, of_column)
-        sums = tl.dot(far_left * strength[:, None], far_rows, input_precision=precision)
-        sums = tl.dot(left, near_rows, sums, input_precision=precision)
-        further = -tl.dot(own, sums, input_precision=precision)
-        is_stored = is_new[:, None] & is_far[None, :]
-        tl.store(inverse + of_blocks(token[:, None], f[None, :]), further, mask=is_stored)
-        if queries is not None:
-            tl.store(of_pair + f[None, :], further.to(operand), mask=is_stored)
-            scores = tl.dot(query, tl.trans(far_key))
-            scores = _coupled(scores, is_stored, decay, of_column)
-            tl.store(of_pair + chunk_size + f[None, :], scores.to(operand), mask=is_stored)
-            far_key = (far_key * far_strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
-            read_key = tl.dot(further.to(operand), far_key, read_key)
-
-    if WIDE:
-        if queries is not None:
-            read_key = tl.dot(nearest.to(operand), near_key, read_key)
-            block_key = (block_key * strength[:, None] * tl.exp2(decay)[:, None]).to(operand)
-            read_key = tl.dot(own.to(operand), block_key, read_key)
-            tl.store(of_pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
+        read_key = _wide_columns(chunk, block, columns, chunk_size)
     else:
         if chunk_size > 16:
-            left = tl.zeros((16, 16), dtype=tl.float32)
-            sums = tl.zeros((16, chunk_size), dtype=tl.float32)
-            for c in range(r):
-                column = 16 * c + i
-                of_key = _in_block(table, c, i, column < end, input_stride, block_tokens, key_stride)
-                key = tl.load(keys + of_key[:, None] + n[None, :], mask=in_key, other=0.0)
-                above = tl.load(
-                    inverse + of_blocks(column[:, None], t[None, :]),
-                    mask=(column[:, None] // 16 >= t[None, :] // 16),
-                    other=0.0,
-                )
-                of_column = tl.gather(decays, column, 0)
-                left = tl.dot(block_key, tl.trans(key))
-                left = _coupled(left, in_block[:, None], decay, of_column) * strength[:, None]
-                sums = tl.dot(left, above, sums, input_precision=precision)
-                if queries is not None:
-                    scores = tl.dot(query, tl.trans(key))
-                    scores = _coupled(scores, is_new[:, None], decay, of_column)
-                    tl.store(of_pair + chunk_size + column[None, :], scores.to(operand), mask=is_new[:, None])
-            if r > 0:
-                further = -tl.dot(own, sums, input_precision=precision)
-                is_further = is_new[:, None] & (t < 16 * r - 16)[None, :]
-                tl.store(inverse + of_blocks(token[:, None], t[None, :]), further, mask=is_further)
-                column = 16 * r - 16 + i
-                above = tl.load(inverse + of_blocks(column[:, None], column[None, :]))
-                nearest = tl.dot(own, left, input_precision=precision)
-                nearest = -tl.dot(nearest, above, input_precision=precision)
-                tl.store(inverse + of_blocks(token[:, None], column[None, :]), nearest, mask=is_new[:, None])
-                if queries is not None:
-                    tl.store(of_pair + t[None, :], further.to(operand), mask=is_further)
-                    tl.store(of_pair + column[None, :], nearest.to(operand), mask=is_new[:, None])
-
+            _serial_columns(chunk, block, key_stride, chunk_size, block_tokens)
         if queries is not None:
-            tl.debug_barrier()  # below, a thread reads what another thread has stored above
-            read_key = tl.zeros((16, BLOCK_K), dtype=tl.float32)
-            for c in range(r + 1):
-                column = 16 * c + i
-                real = column < end
-                of_key = _in_block(table, c, i, real, input_stride, block_tokens, key_stride)
-                key = tl.load(keys + of_key[:, None] + n[None, :], mask=real[:, None] & in_key, other=0.0)
-                block = tl.load(of_pair + column[None, :], mask=is_new[:, None], other=0.0)
-                scaled = key * tl.load(beta + column * heads, mask=real, other=0.0)[:, None]
-                scaled = scaled * tl.exp2(tl.gather(decays, column, 0))[:, None]
-                read_key = tl.dot(block, scaled.to(operand), read_key)
-            tl.store(of_pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
+            read_key = _serial_read_keys(chunk, block, heads, key_stride, block_tokens)
+    if queries is not None:
+        tl.store(pair - key_dim + n[None, :], read_key.to(operand), mask=is_new[:, None] & in_key)
+
+
+@triton.jit
+def _solved(rows, coupling, r, start, end):
+    """The block on the diagonal of the inverse; `rows` has its earlier rows."""
+    i = tl.arange(0, 16)
+    for new_row in range(tl.maximum(2, start - 16 * r), tl.minimum(16, end - 16 * r)):
+        solved_row = tl.sum(tl.where((i == new_row)[:, None], -coupling, 0.0), 0)
+        solved_row = tl.where(i < new_row, solved_row, 0.0)
+        solved_row = solved_row + tl.sum(solved_row[:, None] * rows, 0)
+        rows = tl.where((i == new_row)[:, None], solved_row, rows)
+    return rows + (i[:, None] == i[None, :])
+
+
+@triton.jit
+def _load_columns(
+    chunk, heads: tl.constexpr, key_stride: tl.constexpr, chunk_size: tl.constexpr, block_tokens: tl.constexpr
+):  # fmt: skip
+    """What `_wide_columns` reads: their latency is most of the time, so that all loads come first."""
+    FAR: tl.constexpr = chunk_size - 32  # tokens behind the nearest block
+    i = tl.arange(0, 16)
+    n = tl.arange(0, chunk.in_key.shape[1])
+    is_near = (i >= 0) & (chunk.r > 0)
+    near = tl.where(is_near, 16 * chunk.r + i - 16, 0)
+    of_key = _in_block(chunk, tl.maximum(chunk.r, 1) - 1, is_near, block_tokens, key_stride)
+    is_key = is_near[:, None] & chunk.in_key
+    near_key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=is_key, other=0.0)
+    near_strength = tl.load(chunk.beta + near * heads, mask=is_near, other=0.0)
+    of_near = inverse_offset(near[:, None], near[None, :])
+    above = tl.load(chunk.inverse + of_near, mask=is_near[:, None], other=0.0)
+    if FAR > 0:
+        f = tl.arange(0, FAR)
+        is_far = f < 16 * chunk.r - 16
+        of_key = places(chunk.table, f, is_far, chunk.input_stride, block_tokens, key_stride)
+        is_key = is_far[:, None] & chunk.in_key
+        far_key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=is_key, other=0.0)
+        far_strength = tl.load(chunk.beta + f * heads, mask=is_far, other=0.0)
+        is_stored = is_far[:, None] & (f[:, None] // 16 >= f[None, :] // 16)
+        far_rows = tl.load(chunk.inverse + inverse_offset(f[:, None], f[None, :]), mask=is_stored, other=0.0)
+        of_near = inverse_offset(near[:, None], f[None, :])
+        near_rows = tl.load(chunk.inverse + of_near, mask=is_near[:, None] & is_far[None, :], other=0.0)
+        return near_key, near_strength, above, far_key, far_strength, far_rows, near_rows
+    else:
+        return near_key, near_strength, above
+
+
+@triton.jit
+def _wide_columns(chunk, block, columns, chunk_size: tl.constexpr):
+    """Store the nearest block and those behind it, as one tile; returns the keys that read the state."""
+    operand: tl.constexpr = chunk.keys.dtype.element_ty
+    precision: tl.constexpr = "tf32" if chunk_size == 64 else "ieee"
+    FAR: tl.constexpr = chunk_size - 32
+    i = tl.arange(0, 16)
+    is_near = (i >= 0) & (chunk.r > 0)
+    near = tl.where(is_near, block.token - 16, 0)
+    key, strength, above = columns[0], columns[1], columns[2]
+    of_column = tl.gather(block.decays, near, 0)
+    left = tl.dot(block.key, tl.trans(key))
+    is_before = block.is_real[:, None] & is_near[None, :]
+    left = _coupled(left, is_before, block.decay, of_column) * block.strength[:, None]
+    is_stored = block.is_new[:, None] & is_near[None, :]
+    nearest = tl.dot(block.diagonal, left, input_precision=precision)
+    nearest = -tl.dot(nearest, above, input_precision=precision)
+    of_near = inverse_offset(block.token[:, None], near[None, :])
+    tl.store(chunk.inverse + of_near, nearest, mask=is_stored)
+    read_key = tl.zeros(block.key.shape, dtype=tl.float32)
+    if block.query is not None:
+        tl.store(block.pair + near[None, :], nearest.to(operand), mask=is_stored)
+        _store_scores(block, key, is_stored, near, of_column, chunk_size)
+        near_key = (key * strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
+    if FAR > 0:
+        key, strength, far_rows, near_rows = columns[3], columns[4], columns[5], columns[6]
+        f = tl.arange(0, FAR)
+        is_far = f < 16 * chunk.r - 16
+        of_column = tl.gather(block.decays, f, 0)
+        far_left = tl.dot(block.key, tl.trans(key))
+        far_left = _coupled(far_left, block.is_real[:, None] & is_far[None, :], block.decay, of_column)
+        sums = tl.dot(far_left * block.strength[:, None], far_rows, input_precision=precision)
+        sums = tl.dot(left, near_rows, sums, input_precision=precision)
+        further = -tl.dot(block.diagonal, sums, input_precision=precision)
+        is_stored = block.is_new[:, None] & is_far[None, :]
+        tl.store(chunk.inverse + inverse_offset(block.token[:, None], f[None, :]), further, mask=is_stored)
+        if block.query is not None:
+            tl.store(block.pair + f[None, :], further.to(operand), mask=is_stored)
+            _store_scores(block, key, is_stored, f, of_column, chunk_size)
+            far_key = (key * strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
+            read_key = tl.dot(further.to(operand), far_key, read_key)
+    if block.query is not None:
+        read_key = tl.dot(nearest.to(operand), near_key, read_key)
+        key = (block.key * block.strength[:, None] * tl.exp2(block.decay)[:, None]).to(operand)
+        read_key = tl.dot(block.diagonal.to(operand), key, read_key)
+    return read_key
+
+
+@triton.jit
+def _serial_columns(
+    chunk, block, key_stride: tl.constexpr, chunk_size: tl.constexpr, block_tokens: tl.constexpr
+):  # fmt: skip
+    """Store the columns before the diagonal, which are read block by block."""
+    operand: tl.constexpr = chunk.keys.dtype.element_ty
+    precision: tl.constexpr = "tf32" if chunk_size == 64 else "ieee"
+    i = tl.arange(0, 16)
+    t = tl.arange(0, chunk_size)
+    n = tl.arange(0, block.key.shape[1])
+    is_new = block.is_new[:, None]
+    left = tl.zeros((16, 16), dtype=tl.float32)
+    sums = tl.zeros((16, chunk_size), dtype=tl.float32)
+    for c in range(chunk.r):
+        column = 16 * c + i
+        of_key = _in_block(chunk, c, column < chunk.end, block_tokens, key_stride)
+        key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=chunk.in_key, other=0.0)
+        is_stored = column[:, None] // 16 >= t[None, :] // 16
+        above = tl.load(
+            chunk.inverse + inverse_offset(column[:, None], t[None, :]), mask=is_stored, other=0.0
+        )
+        of_column = tl.gather(block.decays, column, 0)
+        left = tl.dot(block.key, tl.trans(key))
+        left = _coupled(left, block.is_real[:, None], block.decay, of_column) * block.strength[:, None]
+        sums = tl.dot(left, above, sums, input_precision=precision)
+        if block.query is not None:
+            _store_scores(block, key, is_new, column, of_column, chunk_size)
+    if chunk.r > 0:
+        further = -tl.dot(block.diagonal, sums, input_precision=precision)
+        is_further = is_new & (t < 16 * chunk.r - 16)[None, :]
+        tl.store(chunk.inverse + inverse_offset(block.token[:, None], t[None, :]), further, mask=is_further)
+        column = 16 * chunk.r - 16 + i
+        above = tl.load(chunk.inverse + inverse_offset(column[:, None], column[None, :]))
+        nearest = tl.dot(block.diagonal, left, input_precision=precision)
+        nearest = -tl.dot(nearest, above, input_precision=precision)
+        tl.store(chunk.inverse + inverse_offset(block.token[:, None], column[None, :]), nearest, mask=is_new)
+        if block.query is not None:
+            tl.store(block.pair + t[None, :], further.to(operand), mask=is_further)
+            tl.store(block.pair + column[None, :], nearest.to(operand), mask=is_new)
+
+
+@triton.jit
+def _serial_read_keys(
+    chunk, block, heads: tl.constexpr, key_stride: tl.constexpr, block_tokens: tl.constexpr
+):  # fmt: skip
+    """The keys that read the state: products of the new rows of the inverse, just stored, with keys."""
+    n = tl.arange(0, block.key.shape[1])
+    tl.debug_barrier()  # below, a thread reads what another thread has stored above
+    read_key = tl.zeros(block.key.shape, dtype=tl.float32)
+    for c in range(chunk.r + 1):
+        column = 16 * c + tl.arange(0, 16)
+        is_real = column < chunk.end
+        of_key = _in_block(chunk, c, is_real, block_tokens, key_stride)
+        is_key = is_real[:, None] & chunk.in_key
+        key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=is_key, other=0.0)
+        of_inverse = tl.load(block.pair + column[None, :], mask=block.is_new[:, None], other=0.0)
+        scaled = key * tl.load(chunk.beta + column * heads, mask=is_real, other=0.0)[:, None]
+        scaled = scaled * tl.exp2(tl.gather(block.decays, column, 0))[:, None]
+        read_key = tl.dot(of_inverse, scaled.to(chunk.keys.dtype.element_ty), read_key)
+    return read_key
 
 
 @triton.jit

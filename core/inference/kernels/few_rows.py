@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...validation import ceil_div
-from .operands import FEW_ROWS
+from .step_rows import FEW_ROWS
 
 OUTPUTS = 16  # of a program, which is one warp
 STEPS = (256, 128, 64, 32)  # numbers of K that are loaded at once: the first that divides K
@@ -48,8 +48,8 @@ class FewRowsProducts(TorchDispatchMode):
 def _is_composite(func: Any) -> bool:
     """Whether torch makes it of other operators, also where no mode is current."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    own = has_kernel(func.name(), "CUDA" if _DEVICE == "cuda" else "CPU")
-    return has_kernel(func.name(), "CompositeImplicitAutograd") and not own
+    has_own = has_kernel(func.name(), "CUDA" if _DEVICE == "cuda" else "CPU")
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_own
 
 
 def is_taken(rows: Tensor, weight: Tensor) -> bool:

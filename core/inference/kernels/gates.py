@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
+from .dtypes_and_strides import dense
+from .tiles import sigmoid
 
 BLOCK = 1024  # elements of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
@@ -36,21 +38,13 @@ def tile(width: int) -> tuple[int, int]:
     return BLOCK // columns, columns
 
 
-def dense(x: Tensor) -> Tensor:
-    """x, whose columns lie side by side; a copy only where they do not yet."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """x [..., n] as [rows, n], whose columns lie side by side; a view where the strides allow it."""
-    return dense(x.reshape(-1, x.shape[-1]))
-
-
 def _activated(x: Tensor, gate: Tensor, dtype: torch.dtype, activation: str) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not out.numel():
         return out
-    inner = 1 if _has_even_rows(x) and _has_even_rows(gate) else x.shape[1]
+    # One stride leads from row to row, but not in heads that are some columns of a projection.
+    is_even = (y.dim() != 3 or y.shape[0] == 1 or y.stride(0) == y.shape[1] * y.stride(1) for y in (x, gate))
+    inner = 1 if all(is_even) else x.shape[1]
     x, gate = (dense(tensor.reshape(-1, inner, tensor.shape[-1])) for tensor in (x, gate))
     num_rows, width = x.shape[0] * inner, x.shape[2]
     rows, columns = tile(width)
@@ -60,11 +54,6 @@ def _activated(x: Tensor, gate: Tensor, dtype: torch.dtype, activation: str) -> 
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
-
-
-def _has_even_rows(x: Tensor) -> bool:
-    """Whether one stride leads from row to row: not so in heads that are some columns of a projection."""
-    return x.dim() != 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 @triton.jit
@@ -135,13 +124,6 @@ def softplus(x):
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)), without overflow."""
-    u = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, u, 1.0) / (1.0 + u)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def time_steps_kernel(
     # Pointers
@@ -161,9 +143,9 @@ def time_steps_kernel(
     place = token[:, None] * dt_token_stride + head[None, :] * dt_head_stride
     raw = tl.load(dt + place, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * bias_stride, mask=is_head, other=0.0).to(tl.float32)
-    found = tl.maximum(softplus(raw + bias[None, :]), shortest, propagate_nan=tl.PropagateNan.ALL)
-    found = tl.minimum(found, longest, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(steps + token[:, None] * HEADS + head[None, :], found, mask=inside)
+    bounded = tl.maximum(softplus(raw + bias[None, :]), shortest, propagate_nan=tl.PropagateNan.ALL)
+    bounded = tl.minimum(bounded, longest, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(steps + token[:, None] * HEADS + head[None, :], bounded, mask=inside)
     if tl.program_id(0) == 0:
         rate = tl.load(A_log + head * a_stride, mask=is_head, other=0.0).to(tl.float32)
         tl.store(A + head, -tl.exp(rate), mask=is_head)

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .gates import dense, dense_rows, sigmoid
-from .operands import check_last_stride
+from .dtypes_and_strides import check_last_stride, dense
+from .tiles import sigmoid
 
 BLOCK = 1024  # elements of a program, at least
 ELEMENTS_PER_WARP = 512  # 16 a thread: two loads of 16 bytes in 16-bit floats
@@ -47,8 +47,8 @@ def _launch_norm(
 ) -> None:  # fmt: skip
     if not out.numel():
         return
-    x = dense_rows(x)
-    residual = None if residual is None else dense_rows(residual)
+    x = dense(x.reshape(-1, x.shape[-1]))
+    residual = None if residual is None else dense(residual.reshape(x.shape))
     num_rows, width = x.shape
     rows, columns, warps = norm_tile(width)
     rms_norm_kernel[(ceil_div(num_rows, rows),)](
@@ -92,11 +92,8 @@ _TILE_ELEMENTS = 2048
 
 def gate_then_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """As `torch_pointwise.gate_then_rms_norm`; a ValueError where a last stride is not 1."""
-    by_group = (groups, 1, -1)
-    out = _gated_norm(
-        torch.unflatten(x, -1, by_group), torch.unflatten(gate, -1, by_group), weight, eps, gate_first=True
-    )
-    return out.flatten(1)
+    x, gate = (torch.unflatten(tensor, -1, (groups, 1, -1)) for tensor in (x, gate))
+    return _gated_norm(x, gate, weight, eps, gate_first=True).flatten(1)
 
 
 def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

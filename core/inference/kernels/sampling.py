@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .dtypes_and_strides import compute_dtype
 from .kernel_set import runs_triton
-from .operands import TokenDraw
-from .reference import torch_token_draws
+from .reference.torch_token_draws import TokenDraw
 
 LOG_PROB_ROWS = 256
 """The log-probs of so many rows of logits are computed at once, so that they take little memory."""
@@ -22,11 +22,10 @@ def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> tuple[Tensor, Tensor]:
         largest = logits.amax(dim=-1)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if draws:
-        draw_tokens = torch_token_draws.draw_tokens
         if runs_triton(logits.device) and logits.dtype != torch.float64:
-            from . import token_draws
-
-            draw_tokens = token_draws.draw_tokens
+            from .token_draws import draw_tokens
+        else:
+            from .reference.torch_token_draws import draw_tokens
         draw_tokens(tokens, logits, largest, draws)
     return tokens, largest
 
@@ -39,7 +38,7 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-probabilities of the model's own distribution, in max(float32, the logits' dtype)."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = compute_dtype(logits.dtype)
     if logits.device.type == "cpu":  # a float32 sum of 50,000 terms is off by 2e-5 with AVX2
         return torch.log_softmax(logits.double(), dim=-1).to(dtype)
     wide = logits.to(dtype)

@@ -28,7 +28,7 @@ def selective_state_update(
     groups, state_dim = B.shape[2:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     block_p, block_n = update_blocks(head_dim, state_dim)
-    update_kernel[(rows * heads * ceil_div(head_dim, block_p),)](
+    ssd_update_kernel[(rows * heads * ceil_div(head_dim, block_p),)](
         x, dt, A, B, C, D, ssm_states, out, sources, destinations,
         *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *D.stride(),
         *ssm_states.stride(), *destinations.stride(),
@@ -45,7 +45,7 @@ def update_blocks(head_dim: int, state_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def update_kernel(
+def ssd_update_kernel(
     # Pointers
     x, dt, A, B, C, D, states, out, sources, destinations,
     # Strides

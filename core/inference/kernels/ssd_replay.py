@@ -6,13 +6,16 @@ same operands, added in the same order, so that its results have the same bits. 
 order that no tile's side changes. numpy in Triton's interpreter does not; there the tiles are the scan's.
 """
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import SsdInputs, check_last_stride, check_slots
+from .dtypes_and_strides import check_last_stride, check_slots
+from .mixer_inputs import SsdInputs
 from .ssd import operand_dtype
 from .ssd_stages import (
     INTERPRETED,
@@ -47,7 +50,7 @@ def ssd_replay(
     groups, state_dim = B.shape[2:]
     operands = operand_dtype(x.dtype)
     blocks, options = block_sizes(tokens, rows.chunk_size, head_dim, state_dim, operands)
-    head_block = heads_of_a_program(num_rows, heads, heads // groups)
+    head_block = group_heads_per_program(num_rows, heads, heads // groups)
     y = torch.empty(num_rows, tokens, heads, head_dim, dtype=x.dtype, device=x.device) if out is None else out
     ssd_replay_kernel[(ceil_div(head_dim, blocks["BLOCK_P"]), heads // head_block, num_rows)](
         x, dt, A, B, C, D, ssm_states, *inputs, y,
@@ -61,7 +64,7 @@ def ssd_replay(
     return y
 
 
-def heads_of_a_program(rows: int, heads: int, heads_of_group: int) -> int:
+def group_heads_per_program(rows: int, heads: int, heads_of_group: int) -> int:
     """The heads of a group that a program serves: they share products of C and B, and programs fill a GPU."""
     block = 1
     while heads_of_group % (2 * block) == 0 and rows * heads >= 2 * block * MIN_PROGRAMS:
@@ -93,6 +96,18 @@ def block_sizes(
     return blocks | {"ALIGNED": aligned, "M_TILES": ceil_div(reach, blocks["BLOCK_M"])}, options
 
 
+_Chunk = namedtuple(
+    "_Chunk",
+    "x x_inputs B B_inputs C table offset end x_token_stride x_head_stride B_token_stride C_token_stride "
+    "x_input_stride B_input_stride",
+)
+"""A row's tokens since the last grid point: up to `offset` from it they are kept, up to `end` new."""
+_Steps = namedtuple("_Steps", "dt token_stride offset length rate before")
+"""A head's time steps of new tokens, its A, and the sum of dt * A of the kept tokens."""
+_NewTokens = namedtuple("_NewTokens", "m token is_new inside")
+"""A tile of new tokens: their numbers in the chunk and in the step; inside also of the program's channels."""
+
+
 @triton.jit
 def tokens_of(kept, new, k, offset, kept_places, new_stride):
     """Pointers [k, columns] to the inputs of tokens of a chunk: the first `offset` are kept, others are new.
@@ -105,62 +120,171 @@ def tokens_of(kept, new, k, offset, kept_places, new_stride):
 
 
 @triton.jit
-def with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride):
+def with_token(step, total, last, steps, k, t):
     """Steps and sums with those of the new token t; `last` is the sum of the token before."""
-    new = tl.load(dt + t * dt_token_stride, mask=t < length, other=0.0).to(tl.float32)
-    last = tl.fma(new, rate, last)
-    is_token = k == offset + t
+    new = tl.load(steps.dt + t * steps.token_stride, mask=t < steps.length, other=0.0).to(tl.float32)
+    last = tl.fma(new, steps.rate, last)
+    is_token = k == steps.offset + t
     return tl.where(is_token, new, step), tl.where(is_token, last, total), last
 
 
 @triton.jit
-def steps_of(
-    dt_inputs, dt, k, offset, length, rate, before, dt_token_stride, tokens: tl.constexpr,
-    log_offset: tl.constexpr,
-):  # fmt: skip
-    """The steps and sums of tokens k, finite after the tokens. `before` is the sum of the kept tokens."""
-    step = tl.load(dt_inputs + k, mask=k < offset, other=0.0)
-    total = tl.load(dt_inputs + log_offset + k, mask=k < offset, other=0.0)
-    last = before
+def steps_of(kept_dt, steps, k, tokens: tl.constexpr, log_offset: tl.constexpr):
+    """The steps and sums of tokens k, finite after the tokens."""
+    step = tl.load(kept_dt + k, mask=k < steps.offset, other=0.0)
+    total = tl.load(kept_dt + log_offset + k, mask=k < steps.offset, other=0.0)
+    last = steps.before
     if tokens <= 8:
         for t in tl.static_range(0, tokens):
-            step, total, last = with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride)
+            step, total, last = with_token(step, total, last, steps, k, t)
     else:
-        for t in range(length):
-            step, total, last = with_token(step, total, last, dt, k, offset, length, t, rate, dt_token_stride)
+        for t in range(steps.length):
+            step, total, last = with_token(step, total, last, steps, k, t)
     return step, total
 
 
 @triton.jit
 def scores_of(
-    C, B, B_inputs, k, B_places, offset, end, token, is_new, C_token_stride, B_token_stride,
-    state_dim: tl.constexpr, operand: tl.constexpr, BLOCK_N: tl.constexpr,
+    chunk, k, B_places, new, state_dim: tl.constexpr, operand: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """C[m] B[k] of new tokens and of tokens k of the chunk, as `chunk_scores` adds it."""
-    scores = tl.zeros((token.shape[0], k.shape[0]), dtype=tl.float32)
+    scores = tl.zeros((new.token.shape[0], k.shape[0]), dtype=tl.float32)
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
-        queries = load_tile(C + token[:, None] * C_token_stride + n[None, :], is_new, n < state_dim)
-        B_k = tokens_of(B_inputs + n, B + n, k, offset, B_places, B_token_stride)
-        keys = load_tile(B_k, k < end, n < state_dim)
+        queries = chunk.C + new.token[:, None] * chunk.C_token_stride + n[None, :]
+        queries = load_tile(queries, new.is_new, n < state_dim)
+        keys = tokens_of(chunk.B_inputs + n, chunk.B + n, k, chunk.offset, B_places, chunk.B_token_stride)
+        keys = load_tile(keys, k < chunk.end, n < state_dim)
         scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores)
     return scores
 
 
 @triton.jit
 def add_inputs(
-    acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
-    dt_inputs, dt, offset, length, rate, before, x_token_stride,
-    dt_token_stride, tokens: tl.constexpr, log_offset: tl.constexpr, operand: tl.constexpr,
+    acc, scores, m, decay_m, k, x_places, x_kept, x_new, x_token_stride, is_channel, kept_dt, steps,
+    tokens: tl.constexpr, log_offset: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
     """acc + the masked scores times x[k], over tokens k; x_kept and x_new point at the channels of x."""
-    step, decay = steps_of(
-        dt_inputs, dt, k, offset, length, rate, before, dt_token_stride, tokens, log_offset
-    )
+    step, decay = steps_of(kept_dt, steps, k, tokens, log_offset)
     scores = masked_scores(scores, decay_m, decay, step, m, k)
-    x_k = tokens_of(x_kept, x_new, k, offset, x_places, x_token_stride)
-    values = load_tile(x_k, k < offset + length, is_channel)
+    x_k = tokens_of(x_kept, x_new, k, steps.offset, x_places, x_token_stride)
+    values = load_tile(x_k, k < steps.offset + steps.length, is_channel)
     return multiply_add(scores.to(operand), values.to(operand), acc)
+
+
+@triton.jit
+def _output_of_head(
+    chunk, new, head, kept_dt, steps, shared, skip, states, slot_stride, source, y, first_m, first_p, p,
+    is_channel,
+    tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
+    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, block_tokens: tl.constexpr,
+    operand: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store channels p of a head's outputs of new tokens, and keep their x, steps and sums."""
+    m, table = new.m, chunk.table
+    log_offset: tl.constexpr = heads * chunk_size
+    x_size: tl.constexpr = heads * head_dim
+    step_m, decay_m = steps_of(kept_dt, steps, m, tokens, log_offset)
+    acc = tl.zeros((m.shape[0], p.shape[0]), dtype=tl.float32)
+    for first_n in tl.static_range(0, state_dim, BLOCK_N):
+        n = first_n + tl.arange(0, BLOCK_N)
+        queries = chunk.C + new.token[:, None] * chunk.C_token_stride + n[None, :]
+        queries = load_tile(queries, new.is_new, n < state_dim)
+        within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
+        in_state = is_channel[:, None] & (n < state_dim)[None, :] & (source >= 0)
+        state = tl.load(states + source * slot_stride + within, mask=in_state, other=0.0)
+        state = state.to(tl.float32).to(operand)
+        acc = multiply_add(queries.to(operand), tl.trans(state), acc)
+    acc *= tl.exp(decay_m)[:, None]
+
+    x_kept = chunk.x_inputs + head * head_dim + p
+    x_new = chunk.x + head * chunk.x_head_stride + p
+    if chunk_size <= BLOCK_K:  # Triton loads ahead in a loop that has no loop inside
+        acc = add_inputs(
+            acc, shared[2], m, decay_m, shared[0], shared[1], x_kept, x_new, chunk.x_token_stride,
+            is_channel, kept_dt, steps, tokens, log_offset, operand,
+        )  # fmt: skip
+    else:
+        for first_k in range(0, tl.minimum(first_m + BLOCK_M, chunk.end), BLOCK_K):
+            k = first_k + tl.arange(0, BLOCK_K)
+            is_old = k < chunk.offset
+            B_places = places(table, k, is_old, chunk.B_input_stride, block_tokens, groups * state_dim)
+            scores = scores_of(chunk, k, B_places, new, state_dim, operand, BLOCK_N)
+            x_places = places(table, k, is_old, chunk.x_input_stride, block_tokens, x_size)
+            acc = add_inputs(
+                acc, scores, m, decay_m, k, x_places, x_kept, x_new, chunk.x_token_stride,
+                is_channel, kept_dt, steps, tokens, log_offset, operand,
+            )  # fmt: skip
+
+    of_new = x_new[None, :] + new.token[:, None] * chunk.x_token_stride
+    skipped = tl.load(of_new, mask=new.inside, other=0.0)
+    acc = tl.fma(skipped.to(tl.float32), skip, acc)
+    out = y + head * head_dim + new.token[:, None] * x_size + p[None, :]
+    tl.store(out, acc.to(y.dtype.element_ty), mask=new.inside)
+
+    # What other programs read of the inputs lies before `offset`.
+    x_places = places(table, m, new.is_new, chunk.x_input_stride, block_tokens, x_size)
+    tl.store(x_kept[None, :] + x_places[:, None], skipped, mask=new.inside)
+    if first_p == 0:
+        tl.store(kept_dt + m, step_m, mask=new.is_new)
+        tl.store(kept_dt + log_offset + m, decay_m, mask=new.is_new)
+
+
+@triton.jit
+def _keep_group(
+    chunk, new, size: tl.constexpr, state_dim: tl.constexpr, block_tokens: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Keep a group's B of new tokens; `size` is that of all groups."""
+    B_places = places(chunk.table, new.m, new.is_new, chunk.B_input_stride, block_tokens, size)
+    for first_n in tl.static_range(0, state_dim, BLOCK_N):
+        n = first_n + tl.arange(0, BLOCK_N)
+        mask = new.is_new[:, None] & (n < state_dim)[None, :]
+        keys = chunk.B + new.token[:, None] * chunk.B_token_stride + n[None, :]
+        keys = tl.load(keys, mask=mask, other=0.0)
+        tl.store(chunk.B_inputs + B_places[:, None] + n[None, :], keys, mask=mask)
+
+
+@triton.jit
+def _complete_state(
+    chunk, head, dt_inputs, steps, states, slot_stride, source, destination, first_p,
+    tokens: tl.constexpr, heads: tl.constexpr, groups: tl.constexpr,
+    head_dim: tl.constexpr, state_dim: tl.constexpr, chunk_size: tl.constexpr, block_tokens: tl.constexpr,
+    operand: tl.constexpr, BLOCK_P: tl.constexpr,
+    STATE_BLOCK_P: tl.constexpr, STATE_BLOCK_N: tl.constexpr, STATE_BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store BLOCK_P of P of a head's state after the chunk."""
+    table, decay_of_chunk = chunk.table, steps.before
+    for t in range(steps.length):
+        step = tl.load(steps.dt + t * steps.token_stride).to(tl.float32)
+        decay_of_chunk = tl.fma(step, steps.rate, decay_of_chunk)
+    for part_p in range(0, BLOCK_P, STATE_BLOCK_P):
+        p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
+        for first_n in range(0, state_dim, STATE_BLOCK_N):
+            n = first_n + tl.arange(0, STATE_BLOCK_N)
+            inside = (p < head_dim)[:, None] & (n < state_dim)[None, :]
+            within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
+            in_state = inside & (source >= 0)
+            state = tl.load(states + source * slot_stride + within, mask=in_state, other=0.0).to(tl.float32)
+            update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
+            for first_k in tl.range(0, chunk.end, STATE_BLOCK_K, num_stages=1):
+                k = first_k + tl.arange(0, STATE_BLOCK_K)
+                kept_dt = dt_inputs + head * chunk_size
+                step, decay = steps_of(kept_dt, steps, k, tokens, heads * chunk_size)
+                is_old = k < chunk.offset
+                x_places = places(table, k, is_old, chunk.x_input_stride, block_tokens, heads * head_dim)
+                x_kept = chunk.x_inputs + head * head_dim + p
+                x_new = chunk.x + head * chunk.x_head_stride + p
+                values = tokens_of(x_kept, x_new, k, chunk.offset, x_places, chunk.x_token_stride)
+                values = load_tile(values, k < chunk.end, p < head_dim)
+                B_places = places(table, k, is_old, chunk.B_input_stride, block_tokens, groups * state_dim)
+                B_kept, B_new = chunk.B_inputs + n, chunk.B + n
+                keys = tokens_of(B_kept, B_new, k, chunk.offset, B_places, chunk.B_token_stride)
+                keys = load_tile(keys, k < chunk.end, n < state_dim)
+                update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
+            state = tl.fma(state, tl.exp(decay_of_chunk), update)
+            tl.debug_barrier()
+            place = states + destination * slot_stride + within
+            tl.store(place, state.to(states.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -195,9 +319,6 @@ def ssd_replay_kernel(
         return
     operand: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     heads_of_group: tl.constexpr = heads // groups
-    x_size: tl.constexpr = heads * head_dim
-    B_size: tl.constexpr = groups * state_dim
-    log_offset: tl.constexpr = heads * chunk_size
     first_p = tl.program_id(0) * BLOCK_P
     first_head = tl.program_id(1) * BLOCK_H
     group = first_head // heads_of_group
@@ -212,138 +333,54 @@ def ssd_replay_kernel(
     B_inputs += group * state_dim
     dt_inputs += input_row * dt_input_stride
     y += row * (tokens * heads * head_dim)
-    before_at = dt_inputs + log_offset + offset - 1
+    before_at = dt_inputs + heads * chunk_size + offset - 1
+    chunk = _Chunk(
+        x, x_inputs, B, B_inputs, C, table, offset, end, x_token_stride, x_head_stride, B_token_stride,
+        C_token_stride, x_input_stride, B_input_stride,
+    )  # fmt: skip
 
     p = first_p + tl.arange(0, BLOCK_P)
     is_channel = p < head_dim
     if chunk_size <= BLOCK_K:
         of_chunk = tl.arange(0, BLOCK_K)
-        x_of_chunk = places(table, of_chunk, of_chunk < offset, x_input_stride, block_tokens, x_size)
-        B_of_chunk = places(table, of_chunk, of_chunk < offset, B_input_stride, block_tokens, B_size)
+        is_old = of_chunk < offset
+        x_of_chunk = places(table, of_chunk, is_old, x_input_stride, block_tokens, heads * head_dim)
+        B_of_chunk = places(table, of_chunk, is_old, B_input_stride, block_tokens, groups * state_dim)
     for tile in range(M_TILES):
         first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
         if first_m < end:
             m = first_m + tl.arange(0, BLOCK_M)
             is_new = (m >= offset) & (m < end)
-            token = m - offset
-            inside = is_new[:, None] & is_channel[None, :]
+            new = _NewTokens(m, m - offset, is_new, is_new[:, None] & is_channel[None, :])
+            shared = None  # tokens of the chunk, their places in the kept x, and scores, of all heads
             if chunk_size <= BLOCK_K:
-                shared_scores = scores_of(
-                    C, B, B_inputs, of_chunk, B_of_chunk, offset, end, token, is_new, C_token_stride,
-                    B_token_stride, state_dim, operand, BLOCK_N,
-                )  # fmt: skip
-
+                scores = scores_of(chunk, of_chunk, B_of_chunk, new, state_dim, operand, BLOCK_N)
+                shared = (of_chunk, x_of_chunk, scores)
             for head in range(first_head, first_head + BLOCK_H):
                 rate = tl.load(A + head * A_stride).to(tl.float32)
                 skip = tl.load(D + head * D_stride).to(tl.float32)
                 before = tl.load(before_at + head * chunk_size, mask=offset > 0, other=0.0)
-                dt_of_head = dt + head * dt_head_stride
-                kept_dt = dt_inputs + head * chunk_size
-                step_m, decay_m = steps_of(
-                    kept_dt, dt_of_head, m, offset, length, rate, before, dt_token_stride, tokens,
-                    log_offset,
+                steps = _Steps(dt + head * dt_head_stride, dt_token_stride, offset, length, rate, before)
+                _output_of_head(
+                    chunk, new, head, dt_inputs + head * chunk_size, steps, shared, skip, ssm_states,
+                    state_slot_stride, source, y, first_m, first_p, p, is_channel,
+                    tokens, heads, groups, head_dim, state_dim, chunk_size, block_tokens, operand,
+                    BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                acc = tl.zeros((BLOCK_M, BLOCK_P), dtype=tl.float32)
-                for first_n in tl.static_range(0, state_dim, BLOCK_N):
-                    n = first_n + tl.arange(0, BLOCK_N)
-                    queries = load_tile(
-                        C + token[:, None] * C_token_stride + n[None, :], is_new, n < state_dim
-                    )
-                    within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
-                    states = tl.load(
-                        ssm_states + source * state_slot_stride + within,
-                        mask=is_channel[:, None] & (n < state_dim)[None, :] & (source >= 0),
-                        other=0.0,
-                    )
-                    states = states.to(tl.float32).to(operand)
-                    acc = multiply_add(queries.to(operand), tl.trans(states), acc)
-                acc *= tl.exp(decay_m)[:, None]
-
-                x_kept = x_inputs + head * head_dim + p
-                x_new = x + head * x_head_stride + p
-                if chunk_size <= BLOCK_K:  # Triton loads ahead in a loop that has no loop inside
-                    acc = add_inputs(
-                        acc, shared_scores, m, decay_m, of_chunk, x_of_chunk, x_kept, x_new, is_channel,
-                        kept_dt, dt_of_head, offset, length, rate, before, x_token_stride,
-                        dt_token_stride, tokens, log_offset, operand,
-                    )  # fmt: skip
-                else:
-                    for first_k in range(0, tl.minimum(first_m + BLOCK_M, end), BLOCK_K):
-                        k = first_k + tl.arange(0, BLOCK_K)
-                        B_places = places(table, k, k < offset, B_input_stride, block_tokens, B_size)
-                        scores = scores_of(
-                            C, B, B_inputs, k, B_places, offset, end, token, is_new, C_token_stride,
-                            B_token_stride, state_dim, operand, BLOCK_N,
-                        )  # fmt: skip
-                        x_places = places(table, k, k < offset, x_input_stride, block_tokens, x_size)
-                        acc = add_inputs(
-                            acc, scores, m, decay_m, k, x_places, x_kept, x_new, is_channel,
-                            kept_dt, dt_of_head, offset, length, rate, before, x_token_stride,
-                            dt_token_stride, tokens, log_offset, operand,
-                        )  # fmt: skip
-
-                skipped = tl.load(x_new[None, :] + token[:, None] * x_token_stride, mask=inside, other=0.0)
-                acc = tl.fma(skipped.to(tl.float32), skip, acc)
-                out = y + head * head_dim + token[:, None] * (heads * head_dim) + p[None, :]
-                tl.store(out, acc.to(y.dtype.element_ty), mask=inside)
-
-                # What other programs read of the inputs lies before `offset`.
-                x_places = places(table, m, is_new, x_input_stride, block_tokens, x_size)
-                tl.store(x_kept[None, :] + x_places[:, None], skipped, mask=inside)
-                if first_p == 0:
-                    tl.store(kept_dt + m, step_m, mask=is_new)
-                    tl.store(kept_dt + log_offset + m, decay_m, mask=is_new)
-
             if (first_p == 0) & (first_head % heads_of_group == 0):
-                B_places = places(table, m, is_new, B_input_stride, block_tokens, B_size)
-                for first_n in tl.static_range(0, state_dim, BLOCK_N):
-                    n = first_n + tl.arange(0, BLOCK_N)
-                    mask = is_new[:, None] & (n < state_dim)[None, :]
-                    keys = tl.load(B + token[:, None] * B_token_stride + n[None, :], mask=mask, other=0.0)
-                    tl.store(B_inputs + B_places[:, None] + n[None, :], keys, mask=mask)
+                _keep_group(chunk, new, groups * state_dim, state_dim, block_tokens, BLOCK_N)
 
     if destination >= 0:
         tl.debug_barrier()  # below, a thread may overwrite what another thread has read above
         for head in range(first_head, first_head + BLOCK_H):
             rate = tl.load(A + head * A_stride).to(tl.float32)
             before = tl.load(before_at + head * chunk_size, mask=offset > 0, other=0.0)
-            dt_of_head = dt + head * dt_head_stride
-            decay_of_chunk = before
-            for t in range(length):
-                step = tl.load(dt_of_head + t * dt_token_stride).to(tl.float32)
-                decay_of_chunk = tl.fma(step, rate, decay_of_chunk)
-            for part_p in range(0, BLOCK_P, STATE_BLOCK_P):
-                state_p = first_p + part_p + tl.arange(0, STATE_BLOCK_P)
-                for first_n in range(0, state_dim, STATE_BLOCK_N):
-                    state_n = first_n + tl.arange(0, STATE_BLOCK_N)
-                    inside = (state_p < head_dim)[:, None] & (state_n < state_dim)[None, :]
-                    within = head * (head_dim * state_dim) + state_p[:, None] * state_dim + state_n[None, :]
-                    state = tl.load(
-                        ssm_states + source * state_slot_stride + within,
-                        mask=inside & (source >= 0),
-                        other=0.0,
-                    ).to(tl.float32)
-                    update = tl.zeros((STATE_BLOCK_P, STATE_BLOCK_N), dtype=tl.float32)
-                    for first_k in tl.range(0, end, STATE_BLOCK_K, num_stages=1):
-                        k = first_k + tl.arange(0, STATE_BLOCK_K)
-                        step, decay = steps_of(
-                            dt_inputs + head * chunk_size, dt_of_head, k, offset, length, rate, before,
-                            dt_token_stride, tokens, log_offset,
-                        )  # fmt: skip
-                        x_places = places(table, k, k < offset, x_input_stride, block_tokens, x_size)
-                        x_k = tokens_of(
-                            x_inputs + head * head_dim + state_p, x + head * x_head_stride + state_p, k,
-                            offset, x_places, x_token_stride,
-                        )  # fmt: skip
-                        values = load_tile(x_k, k < end, state_p < head_dim)
-                        B_places = places(table, k, k < offset, B_input_stride, block_tokens, B_size)
-                        B_k = tokens_of(B_inputs + state_n, B + state_n, k, offset, B_places, B_token_stride)
-                        keys = load_tile(B_k, k < end, state_n < state_dim)
-                        update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
-                    state = tl.fma(state, tl.exp(decay_of_chunk), update)
-                    tl.debug_barrier()
-                    place = ssm_states + destination * state_slot_stride + within
-                    tl.store(place, state.to(ssm_states.dtype.element_ty), mask=inside)
+            steps = _Steps(dt + head * dt_head_stride, dt_token_stride, offset, length, rate, before)
+            _complete_state(
+                chunk, head, dt_inputs, steps, ssm_states, state_slot_stride, source, destination, first_p,
+                tokens, heads, groups, head_dim, state_dim, chunk_size, block_tokens, operand,
+                BLOCK_P, STATE_BLOCK_P, STATE_BLOCK_N, STATE_BLOCK_K,
+            )  # fmt: skip
 
 
 TAIL_BLOCK, TAIL_WARPS = 1024, 4  # numbers of 16 bits, 16 bytes a thread

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import check_last_stride, check_slots
+from .dtypes_and_strides import check_last_stride, check_slots
 from .step_rows import ScanRows
 from .tiles import load_tile
 
@@ -54,20 +54,17 @@ def side_by_side(v, first: tl.constexpr):
 
 
 @triton.jit
-def load_step(dt, token, token_stride, length, is_head):
-    """The time steps of one token, 0 after the tokens."""
-    return tl.load(dt + token * token_stride, mask=is_head & (token < length), other=0.0).to(tl.float32)
-
-
-@triton.jit
 def sum_decays(dt, rate, steps_out, sums_out, token_stride, length, stored, is_head, BLOCK_H: tl.constexpr):
-    """Store the steps and the sums of `stored` tokens, of which `length` are real; 16 loads run at once."""
+    """Store the steps and the sums of `stored` tokens, 0 from `length` on; 16 loads run at once."""
     place = tl.arange(0, 8)[None, :]
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for first in range(0, stored, 16):
         steps = ()
         for token in tl.static_range(16):
-            steps = steps + (load_step(dt, first + token, token_stride, length, is_head),)
+            step = tl.load(
+                dt + (first + token) * token_stride, mask=is_head & (first + token < length), other=0.0
+            )
+            steps = steps + (step.to(tl.float32),)
         sums = ()
         for token in tl.static_range(16):
             total = tl.fma(steps[token], rate, total)
@@ -302,11 +299,8 @@ def chunk_scores_kernel(
             keys = load_tile(B + k[:, None] * B_token_stride + n[None, :], k < length, n < state_dim)
             scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores)
         CB += (chunk * groups + group) * (chunk_size * chunk_size)
-        tl.store(
-            CB + m[:, None] * chunk_size + k[None, :],
-            scores,
-            mask=(m < chunk_size)[:, None] & (k < chunk_size)[None, :],
-        )
+        inside = (m < chunk_size)[:, None] & (k < chunk_size)[None, :]
+        tl.store(CB + m[:, None] * chunk_size + k[None, :], scores, mask=inside)
 
 
 STATE_WARPS = 4

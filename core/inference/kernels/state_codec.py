@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor
+from .reference.torch_state_copy import INVERSE_OF_LARGEST, SMALLEST
+from .state_pools import CodedTensor
 
 NUM_WARPS = 8
 _TILE_ELEMENTS = 8192
@@ -24,18 +25,13 @@ _SMALLEST = tl.constexpr(SMALLEST)
 
 
 class Tiles(NamedTuple):
-    """How the groups of one layer of a tensor lie in tiles.
+    """How the groups of one layer of a tensor lie in tiles."""
 
-    Attributes:
-        outer, group, inner: the shape as [entries before the scale's axis, its entries, entries after it].
-        block_x, block_y: rows and columns of a tile.
-    """
-
-    outer: int
-    group: int
-    inner: int
-    block_x: int
-    block_y: int
+    outer: int  # entries before the scale's axis
+    group: int  # entries along it
+    inner: int  # entries after it
+    block_x: int  # rows of a tile
+    block_y: int  # columns of a tile
 
     @classmethod
     def of(cls, shape: tuple[int, ...], axis: int) -> "Tiles":
@@ -161,13 +157,9 @@ def quantise_kernel(
         usable = finite & (scale > 0)
         inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
         scale = tl.where(finite, scale, float("nan"))
-        if INNER == 1:
-            rounded = (values * inverse[:, None] + _ROUNDER) - _ROUNDER
-            known = finite[:, None]
-        else:
-            rounded = (values * inverse[None, :] + _ROUNDER) - _ROUNDER
-            known = finite[None, :]
-        rounded = tl.where(known, rounded, 0.0)
+        scaled = values * (inverse[:, None] if INNER == 1 else inverse[None, :])
+        rounded = (scaled + _ROUNDER) - _ROUNDER
+        rounded = tl.where(finite[:, None] if INNER == 1 else finite[None, :], rounded, 0.0)
         tl.store(numbers + entries, rounded.to(tl.int8), mask=inside)
         tl.store(scales + groups, scale.to(tl.bfloat16), mask=has_scale)
 

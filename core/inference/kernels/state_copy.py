@@ -1,7 +1,7 @@
 """Copy whole states, encode live states into durable slots, and decode them.
 
 Where Triton runs, one launch does the work, of `state_move` for all of a copy, of `state_codec` for each
-tensor. Both are imported by the first call that needs them. Elsewhere torch does (`torch_state_copy`).
+tensor. Elsewhere torch does (`torch_state_copy`). The first call that needs a module imports it.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...devices import on_device_of, tensor_on
 from .kernel_set import runs_triton
-from .operands import CodedTensor, ConvAndSsm
-from .reference import torch_state_copy as reference
+from .state_pools import CodedTensor, ConvAndSsm
 
 Slots = Sequence[int]
 """Of states; -1 in a pair of lists skips the pair."""
@@ -28,11 +27,10 @@ def copy_states(source: ConvAndSsm, sources: Slots, destination: ConvAndSsm, des
     read, write = _slot_pairs(sources, source.ssm, destinations, destination.ssm)
     if not len(read):
         return
-    copy = reference.copy_states
     if runs_triton(destination.ssm.device):
-        from . import state_move
-
-        copy = state_move.copy_states
+        from .state_move import copy_states as copy
+    else:
+        from .reference.torch_state_copy import copy_states as copy
     with on_device_of(destination.ssm.device):
         copy(source, read, destination, write)
 
@@ -56,14 +54,13 @@ def _run(tensors: Sequence[CodedTensor], sources: Slots, destinations: Slots, *,
     reads, writes = _slot_pairs(sources, read, destinations, written)
     if not len(reads):
         return
-    code = reference.code_tensor
     if runs_triton(read.device):
-        from . import state_codec
-
-        code = state_codec.code_tensor
+        from .state_codec import code_tensor
+    else:
+        from .reference.torch_state_copy import code_tensor
     with on_device_of(read.device):
         for tensor in tensors:
-            code(tensor, reads, writes, encodes=encodes)
+            code_tensor(tensor, reads, writes, encodes=encodes)
 
 
 def _slot_pairs(sources: Slots, read: Tensor, destinations: Slots, written: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...validation import ceil_div
-from .operands import ConvAndSsm
+from .state_pools import ConvAndSsm
 
 PROGRAMS = 4224
 """Most programs of a launch: 32 for each of the 132 multiprocessors of an H200, of which 8 fit at once."""
@@ -102,10 +102,10 @@ def copy_tile(
     values = tl.load(source_words + offsets, mask=inside)
     tl.store(destination_words + offsets, values, mask=inside)
     if TAIL and tile == num_tiles - 1:
-        rest = start + words // WORDS_PER_ACCESS * ALIGN + tl.arange(0, ALIGN)
-        destination_bytes = destination.to(tl.pointer_type(tl.int8)) + rest
-        last = tl.load(source.to(tl.pointer_type(tl.int8)) + rest, mask=rest < size)
-        tl.store(destination_bytes, last, mask=rest < size)
+        tail = start + words // WORDS_PER_ACCESS * ALIGN + tl.arange(0, ALIGN)
+        destination_bytes = destination.to(tl.pointer_type(tl.int8)) + tail
+        last = tl.load(source.to(tl.pointer_type(tl.int8)) + tail, mask=tail < size)
+        tl.store(destination_bytes, last, mask=tail < size)
 
 
 @triton.jit(

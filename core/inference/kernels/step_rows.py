@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+FEW_ROWS = 8
+"""A step with at most so many tokens multiplies by `few_rows` where bits are promised."""
+
 
 class AttentionRows(NamedTuple):
     """The rows of a step, decode rows first, and their places in the paged KV cache.
@@ -26,8 +29,8 @@ class AttentionRows(NamedTuple):
         num_decodes: the number of decode rows, padding included.
         decode_tokens: the tokens of each decode row, padding included.
         max_query_tokens: at least the tokens of the longest prefill row.
-        one_split: whether a backend that cuts a sequence's KV into parts for more thread blocks leaves it
-            whole, or cuts it at fixed positions, so that the bits of a row do not depend on the other rows.
+        batch_invariant: whether the other rows change no bits of a row: a backend leaves the KV of a sequence
+            whole or cuts it at fixed positions, however few thread blocks then have work.
     """
 
     block_table: Tensor
@@ -38,7 +41,7 @@ class AttentionRows(NamedTuple):
     num_decodes: int
     decode_tokens: int
     max_query_tokens: int
-    one_split: bool = False
+    batch_invariant: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""What several families of kernels do: load a tile, find an input, see if a row names a state."""
+"""What several families of kernels do: load a tile, find an input, see if a row names a state, gate."""
 
 import triton
 import triton.language as tl
@@ -27,3 +27,10 @@ def any_index(source, destinations, stride, TOKENS: tl.constexpr):
     for token in tl.static_range(TOKENS):
         index = tl.maximum(index, tl.load(destinations + token * stride))
     return index
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without overflow."""
+    u = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, u, 1.0) / (1.0 + u)

@@ -1,7 +1,5 @@
 """Tokens drawn from rows of logits: two or three Triton launches and a softmax, without synchronising.
 
-Before, `penalize` lowers logits in one pass, which copies and widens them, too.
-
 No row is sorted. `_head` finds the least likely token that top_k or top_p keeps: it bisects the 31 bits of
 that token's number, and each step of the bisection is a pass over the row. Weights are summed as integers,
 so no result depends on the order in which threads add, or on other rows.
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from ...devices import tensor_on
 from ...validation import ceil_div
-from .operands import TokenDraw
+from .dtypes_and_strides import dense
+from .reference.torch_token_draws import TokenDraw
 
 BLOCK = 4096
 NUM_WARPS = 16
@@ -41,19 +40,16 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
     width = ceil_div(vocabulary, _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     scores = torch.empty(len(draws), width, dtype=dtype, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(width))
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense(logits)
+    sizes = len(draws), vocabulary, width
     score_kernel[(len(draws), ceil_div(width, block))](
-        scores, logits, largest, settings,
-        len(draws), vocabulary, width, logits.stride(0), BLOCK=block, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        scores, logits, largest, settings, *sizes, logits.stride(0), BLOCK=block, num_warps=NUM_WARPS
+    )
     if any(top_k):
-        top_k_kernel[(len(draws),)](
-            scores, settings, len(draws), vocabulary, width, BLOCK=block, num_warps=NUM_WARPS
-        )
+        top_k_kernel[(len(draws),)](scores, settings, *sizes, BLOCK=block, num_warps=NUM_WARPS)
     draw_kernel[(len(draws),)](
-        tokens, torch.softmax(scores, dim=-1), settings,
-        len(draws), vocabulary, width, BLOCK=block, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        tokens, torch.softmax(scores, dim=-1), settings, *sizes, BLOCK=block, num_warps=NUM_WARPS
+    )
 
 
 @triton.jit
@@ -217,44 +213,3 @@ def _sum_of_head(probabilities, cut, last, mass, vocabulary, BLOCK: tl.constexpr
         token = first + tl.arange(0, BLOCK)
         parts += _parts_of_head(probabilities, token, cut, last, mass, vocabulary)
     return tl.sum(parts, 0)
-
-
-def penalize(logits: Tensor, counts: Tensor, count_rows: Tensor, settings: Tensor) -> Tensor:
-    """As `torch_token_draws.penalize`; does not synchronise."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    num_rows, vocabulary = logits.shape
-    out = torch.empty(logits.shape, dtype=settings.dtype, device=logits.device)
-    penalize_kernel[(num_rows, ceil_div(vocabulary, BLOCK))](
-        out, logits, counts, count_rows, settings,
-        num_rows, vocabulary, logits.stride(0), counts.stride(0), BLOCK=BLOCK,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def penalize_kernel(
-    # Pointers
-    out, logits, counts, count_rows, settings,
-    # Dimensions
-    num_rows, vocabulary,
-    # Strides
-    logits_row_stride, counts_row_stride,
-    # Meta-parameters
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program has a block of one row's vocabulary; it reads no counts where nothing is lowered."""
-    row = tl.program_id(0).to(tl.int64)
-    count_row = tl.load(count_rows + row)
-    repetition = tl.load(settings + row)
-    frequency = tl.load(settings + num_rows + row)
-    presence = tl.load(settings + 2 * num_rows + row)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocabulary
-    value = tl.load(logits + row * logits_row_stride + token, mask=inside, other=0).to(out.dtype.element_ty)
-    counted = inside & (count_row >= 0)
-    found = tl.load(counts + count_row * counts_row_stride + token, mask=counted, other=0)
-    repeated = tl.where(value < 0, value * repetition, value / repetition)
-    value = tl.where(found > 0, repeated, value)
-    generated = found >> 1
-    value = value - frequency * generated - tl.where(generated > 0, presence, 0.0)
-    tl.store(out + row * vocabulary + token, value, mask=inside)

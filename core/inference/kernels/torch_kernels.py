@@ -1,7 +1,7 @@
 """The functions that a model calls, in torch; `gpu_kernels` has them in Triton."""
 
 from ...state_spec import HybridStateSpec
-from .operands import compute_dtype
+from .dtypes_and_strides import compute_dtype
 from .reference import torch_attention, torch_conv, torch_delta, torch_pointwise, torch_ssd
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gates import dense
+from .dtypes_and_strides import dense
 
 BLOCK = 1024  # numbers that a program loads at once
 ZEROS = 4096  # numbers that a program zeroes at once
@@ -27,24 +27,20 @@ def write_kv(kv_cache: Tensor, keys: Tensor, values: Tensor, tokens: Tensor, pos
     if not entries or not keys.numel():
         return
     block_dim = triton.next_power_of_2(head_dim)
-    write_kv_kernel[(entries, _parts(entries))](
+    parts = max(1, min(MAX_PARTS, FEW_PROGRAMS // entries))  # share an entry's heads, and the zeros after it
+    write_kv_kernel[(entries, parts)](
         kv_cache, keys, values, tokens, positions, entries,
         *kv_cache.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, DIM=head_dim,
-        BLOCK_HEADS=heads_of_a_program(kv_heads, block_dim), BLOCK_DIM=block_dim, ZEROS=ZEROS,
+        BLOCK_HEADS=kv_heads_per_program(kv_heads, block_dim), BLOCK_DIM=block_dim, ZEROS=ZEROS,
         num_warps=NUM_WARPS, num_stages=1,
     )  # fmt: skip
 
 
-def heads_of_a_program(heads: int, block_dim: int) -> int:
+def kv_heads_per_program(heads: int, block_dim: int) -> int:
     """How many heads of `block_dim` numbers a program takes at once."""
     count: int = triton.next_power_of_2(heads)
     return min(count, max(1, BLOCK // block_dim))
-
-
-def _parts(entries: int) -> int:
-    """Over how many programs the heads of an entry, and the zeros after it, are spread."""
-    return max(1, min(MAX_PARTS, FEW_PROGRAMS // entries))
 
 
 @triton.jit
@@ -75,9 +71,8 @@ def write_kv_kernel(
             stored = row + heads * DIM + dims
             key = tl.load(keys + token * key_token_stride + heads * key_head_stride + dims, mask=inside)
             tl.store(stored, key.to(cache.dtype.element_ty), mask=inside)
-            value = tl.load(
-                values + token * value_token_stride + heads * value_head_stride + dims, mask=inside
-            )
+            of_value = values + token * value_token_stride + heads * value_head_stride + dims
+            value = tl.load(of_value, mask=inside)
             tl.store(stored + value_cache_offset, value.to(cache.dtype.element_ty), mask=inside)
         zero_rest_of_block(
             cache, positions, entry, position, num_entries, value_cache_offset, block_stride,

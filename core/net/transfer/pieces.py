@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...inference.kernels.row_checksum import RowChecksum
+from ...inference.contexts.row_checksum import RowChecksum
 from ...validation import ceil_div
 from .exports import CacheAccess
 from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_of

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.step_inputs import StepInputs
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.operands import DeltaInputs, DeltaNet, RawTokens, SsdInputs
+from mambaslots.inference.kernels.mixer_inputs import DeltaInputs, DeltaNet, RawTokens, SsdInputs
 from mambaslots.inference.kernels.step_rows import ConvRows, ReplayRows, ScanRows, TailRows
 from mambaslots.models import hybrid_lm
 from oracle.budget import costly

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ....validation import INT32_MAX, described, holds_data, instance, integer, refused
-from ...kernels.operands import ConvAndSsm
 from ...kernels.state_copy import copy_states
+from ...kernels.state_pools import ConvAndSsm
 from ..cache.block_tree import BlockTree
 from ..cache.checkpoint_plan import CheckpointPlan
 from ..cache.eviction import PolicyChoice

@@ -14,7 +14,7 @@ from ...contexts.padding import MIN_CUBLAS_ROWS, invariant_bucket, invariant_buc
 from ...contexts.pool_sizes import PoolSizes, with_total_gb
 from ...contexts.step_inputs import Model
 from ...kernels import attention
-from ...kernels.operands import FEW_ROWS
+from ...kernels.step_rows import FEW_ROWS
 from ..cuda_graphs import Forward, with_few_rows
 from . import forwards, products
 from .dummy_steps import DummySteps

@@ -14,7 +14,7 @@ from ....state_spec import HybridStateSpec
 from ...contexts.dynamic_request import DynamicInferenceRequest
 from ...contexts.padding import invariant_buckets
 from ...contexts.step_inputs import Model, StepShape
-from ...kernels.operands import FEW_ROWS
+from ...kernels.step_rows import FEW_ROWS
 from .dummy_steps import DummySteps
 
 BASE_ROWS = 256

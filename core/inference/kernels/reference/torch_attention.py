@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....validation import ceil_div
-from ..operands import compute_dtype
+from ..dtypes_and_strides import compute_dtype
 from ..step_rows import AttentionRows
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import compute_dtype
+from ..dtypes_and_strides import compute_dtype
 from ..step_rows import ConvRows, ReplayRows
 from .torch_chunks import read_states, rounded, write_states
 

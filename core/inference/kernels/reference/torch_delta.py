@@ -13,7 +13,8 @@ recurrence goes from that state over these inputs, token by token.
 import torch
 from torch import Tensor
 
-from ..operands import DeltaInputs, RawTokens, compute_dtype
+from ..dtypes_and_strides import compute_dtype
+from ..mixer_inputs import DeltaInputs, RawTokens
 from ..step_rows import ReplayRows, ScanRows, TailRows, input_table
 from .torch_chunks import PaddedChunks, pass_states, places, read_states, write_states
 from .torch_conv import causal_conv1d_replay
@@ -100,8 +101,8 @@ def gated_delta_rule_update(
 def state_after(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """The states [rows, Hv, Dk, Dv] after one token of each row; `decay` is exp(g), [rows, Hv, 1, 1]."""
     state = decay * state
-    held = (state * key[..., None]).sum(-2)
-    new_value = beta[..., None] * (value - held)
+    read_value = (state * key[..., None]).sum(-2)
+    new_value = beta[..., None] * (value - read_value)
     return state + key[..., None] * new_value[..., None, :]
 
 
@@ -144,14 +145,14 @@ def gated_delta_rule_replay(
     ends = (firsts + lengths).masked_fill(input_rows < 0, 0)
     chunk = torch.arange(int(ends.max()) if num_rows else 0, device=device)
     real = (chunk < ends[:, None])[..., None]
-    own = input_rows.clamp(min=0)
+    pool_rows = input_rows.clamp(min=0)
     keys, values = (
         pool[input_blocks.clamp(min=0)].flatten(1, 2)[:, : chunk.shape[0]].to(dtype)
         .masked_fill(~real[..., None], 0)
         for pool in (inputs.k, inputs.v)
     )  # fmt: skip
     gates, strengths = (
-        pool[own, : chunk.shape[0]].to(dtype).masked_fill(~real, 0) for pool in (inputs.g, inputs.beta)
+        pool[pool_rows, : chunk.shape[0]].to(dtype).masked_fill(~real, 0) for pool in (inputs.g, inputs.beta)
     )
     heads_of_key = v.shape[2] // k.shape[2]
     keys = keys.repeat_interleave(heads_of_key, dim=2)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import compute_dtype
+from ..dtypes_and_strides import compute_dtype
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -57,10 +57,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: fl
     wide = x.to(dtype)
     if weight is not None:
         wide = rms_norm(wide, weight, eps, offset=offset)
-    rotated, rest = wide[..., :rotary], wide[..., rotary:]
+    rotated, unrotated = wide[..., :rotary], wide[..., rotary:]
     first, second = rotated.chunk(2, dim=-1)
     turned = rotated * cos.to(dtype)[:, None] + torch.cat([-second, first], -1) * sin.to(dtype)[:, None]
-    return torch.cat([turned, rest], dim=-1).to(x.dtype)
+    return torch.cat([turned, unrotated], dim=-1).to(x.dtype)
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ For packed rows or single tokens, h[t] = exp(dt A) h[t-1] + dt B x and y = C h +
 import torch
 from torch import Tensor
 
-from ..operands import SsdInputs, compute_dtype
+from ..dtypes_and_strides import compute_dtype
+from ..mixer_inputs import SsdInputs
 from ..step_rows import ReplayRows, ScanRows, TailRows, input_table
 from .torch_chunks import PaddedChunks, pass_states, places, read_states, rounded, write_states
 
@@ -37,7 +38,7 @@ def ssd_chunk_scan(
     to_end = (log_decay[..., -1:] - log_decay).exp()
     updates = (scaled * to_end[..., None]).mT @ keys[:, :, None]
     entering, leaving, final = pass_states(
-        _next_states,
+        lambda state, update, decay: decay[:, :, None, None] * state + update,
         (updates.flatten(1, 2), log_decay[..., -1].exp().flatten(1, 2)),
         read_states(ssm_states, rows.sources).to(dtype),
         rows.seq_idx[: chunks.num_chunks],
@@ -51,11 +52,6 @@ def ssd_chunk_scan(
     packed = chunks.packed(y.flatten(1, 2).movedim(1, 2))
     outputs[: packed.shape[0]] += packed
     return rounded(outputs, x.dtype, out)
-
-
-def _next_states(state: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """decay * state + update, of n chunks: [n, H, P, N], and [n, H] the decays."""
-    return decay[:, :, None, None] * state + update
 
 
 def selective_state_update(
@@ -119,8 +115,8 @@ def ssd_replay(
 
         later = torch.arange(end) > torch.arange(offset, end)[:, None]
         decays = (sums[:, new, None] - sums[:, None]).masked_fill(later.to(x.device), float("-inf")).exp()
-        found = (queries @ state.mT) * sums[:, new, None].exp() + (queries @ keys.mT * decays) @ scaled
-        y[row, :length] = found.movedim(0, 1) + x[row, :length].to(dtype) * D.to(dtype)[:, None]
+        output = (queries @ state.mT) * sums[:, new, None].exp() + (queries @ keys.mT * decays) @ scaled
+        y[row, :length] = output.movedim(0, 1) + x[row, :length].to(dtype) * D.to(dtype)[:, None]
         if destination >= 0:
             to_end = (sums[:, -1:] - sums).exp()[..., None]
             leaving = sums[:, -1].exp()[:, None, None] * state + (scaled * to_end).mT @ keys

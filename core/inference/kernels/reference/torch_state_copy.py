@@ -15,7 +15,11 @@ The bfloat16 encoding rounds to the nearest, ties to even. It keeps -0.0, NaN an
 import torch
 from torch import Tensor
 
-from ..operands import INVERSE_OF_LARGEST, SMALLEST, CodedTensor, ConvAndSsm
+from ..state_pools import CodedTensor, ConvAndSsm
+
+SMALLEST = 2.0**-110
+"""Groups without an entry of this size are stored as zeros; their scales stay normal float32 numbers."""
+INVERSE_OF_LARGEST = 1.0 / 127  # the largest int8
 
 
 def copy_states(source: ConvAndSsm, read: Tensor, destination: ConvAndSsm, write: Tensor) -> None:
@@ -35,9 +39,8 @@ def code_tensor(tensor: CodedTensor, sources: Tensor, destinations: Tensor, *, e
     elif scales is None or axis is None:
         tensor.numbers[:, destinations] = tensor.states[:, sources].to(tensor.numbers.dtype)
     else:
-        tensor.numbers[:, destinations], scales[:, destinations] = quantise(
-            tensor.states[:, sources], axis + 2
-        )
+        numbers, new_scales = quantise(tensor.states[:, sources], axis + 2)
+        tensor.numbers[:, destinations], scales[:, destinations] = numbers, new_scales
 
 
 def quantise(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:

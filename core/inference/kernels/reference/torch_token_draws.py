@@ -1,21 +1,46 @@
-"""Tokens drawn from rows of logits, row by row, and the penalties before, in torch.
+"""Tokens drawn from rows of logits, row by row, in torch.
 
 A token is drawn by inverse transform: it is the first token, in the order of ids, whose cumulative
 probability exceeds the row's random number. Probabilities are rounded down to multiples of 2 ** -53 and
 summed as integers, so that a row's token depends neither on an order of addition nor on other rows.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..operands import WHOLE, TokenDraw
+from ..dtypes_and_strides import compute_dtype
+
+WHOLE = 1 << 53  # how many parts make up probability 1
+
+
+class TokenDraw(NamedTuple):
+    """The draw of one token. Of equally likely tokens those with the lowest ids are kept."""
+
+    row: int  # of the logits
+    temperature: float  # divides the logits, > 0; clamped to the normal numbers of the scores' dtype
+    top_k: int  # keep the k most likely tokens; 0 keeps all
+    top_p: float  # keep the smallest set of most likely tokens that reaches this probability, in (0, 1]
+    uniform: float  # a random number in [0, 1)
+    min_p: float = 0.0  # keep tokens at least so many times as likely as the most likely one
+
+    @property
+    def least_score(self) -> float:
+        """What a token's logit is below the largest one at most, after the temperature."""
+        return math.log(self.min_p) if self.min_p else -math.inf
+
+    @property
+    def needed_parts(self) -> int:
+        """`top_p` in parts."""
+        return math.ceil(self.top_p * WHOLE)
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
     """Write a token at the row of each draw; any id where the row's largest logit is not finite."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = compute_dtype(logits.dtype)
     limits = torch.finfo(dtype)  # temperatures that round to 0 or infinity would turn scores into NaN
     finite = largest.isfinite().tolist()
     for draw in draws:
@@ -62,23 +87,3 @@ def drawn_token(probabilities: Tensor, uniform: float) -> int:
     total = int(sums[-1])
     token = torch.searchsorted(sums, min(int(total * uniform), total - 1), right=True)
     return min(int(token), len(sums) - 1)
-
-
-def penalize(logits: Tensor, counts: Tensor, count_rows: Tensor, settings: Tensor) -> Tensor:
-    """The logits in the dtype of `settings`, lowered by how often tokens occurred, as `counts` says.
-
-    With c generated ones of a token: logit / r where it is positive, else logit * r, if the token is in the
-    prompt or c > 0 (repetition penalty r, Keskar et al. 2019); then - f * c, and - p where c > 0 (frequency
-    and presence penalty, OpenAI's API). Counts are 2 c, plus 1 for a token of the prompt; `count_rows` has
-    each row's row of `counts`, -1 where nothing is lowered; `settings` [3, rows] are r, f and p of each row.
-    Example: logit 2, r = 1.25, f = 0.1, p = 0.5, c = 3: 0.8.
-    """
-    out = logits.to(settings.dtype, copy=True)
-    rows = (count_rows >= 0).nonzero()[:, 0]
-    repetition, frequency, presence = settings[:, rows, None]
-    values, found = out.index_select(0, rows), counts.index_select(0, count_rows[rows])
-    repeated = torch.where(values < 0, values * repetition, values / repetition)
-    values = torch.where(found > 0, repeated, values)
-    generated = found >> 1
-    values = values - frequency * generated - presence * (generated > 0)
-    return out.index_copy_(0, rows, values)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from mambaslots.inference.contexts.row_checksum import RowChecksum
 from mambaslots.inference.contexts.tier_copies import NUM_STAGED, HostCopies
-from mambaslots.inference.kernels.row_checksum import RowChecksum
 
 pytestmark = pytest.mark.gpu
 

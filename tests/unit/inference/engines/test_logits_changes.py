@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mambaslots.inference.kernels.reference import torch_token_draws
+from mambaslots.inference.kernels.reference import torch_penalties
 from oracle.budget import costly
 from oracle.drafters import RightDrafter, WrongDrafter
 from oracle.sampled_rows import sample_rows
@@ -220,10 +220,10 @@ def test_kernels_agree_with_the_definition(data: st.DataObject) -> None:
                 value = value / r if value > 0 else value * r
             values.append(value - f * (found // 2) - p * (found > 1))
         wanted[row] = torch.tensor(values)
-    ours = torch_token_draws.penalize(logits, counts, count_rows, settings)
+    ours = torch_penalties.penalize(logits, counts, count_rows, settings)
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
     pytest.importorskip("triton")
-    from mambaslots.inference.kernels.token_draws import penalize
+    from mambaslots.inference.kernels.penalties import penalize
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     on_device = [one.to(device) for one in (counts, count_rows, settings)]

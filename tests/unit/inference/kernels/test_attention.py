@@ -35,10 +35,9 @@ def device(request) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_choice() -> Iterator[None]:
-    caches = attention.flash_rejection, attention._import_failure
+    rejection = attention.flash_rejection  # tests replace it
     yield
-    for function in caches:
-        function.cache_clear()
+    rejection.cache_clear()
 
 
 @pytest.fixture
@@ -271,11 +270,11 @@ class TestFlashAttention:
         torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
 
     @mixes
-    def test_with_one_split_long_rows_are_cut_at_fixed_positions(self, flash, monkeypatch, mix):
+    def test_with_batch_invariance_long_rows_are_cut_at_fixed_positions(self, flash, monkeypatch, mix):
         """Triton's interpreter cuts numbers off where it rounds to bfloat16."""
         monkeypatch.setattr(attention_segments, "SEGMENTS", attention_segments.Segments(128, 0, 128))
         batch = AttentionBatch(**mix, **NARROW, block=16, sizes=(4, 2, 64))
-        rows = batch.rows._replace(one_split=True)
+        rows = batch.rows._replace(batch_invariant=True)
         out = attention.flash_attention(batch.query, batch.cache, rows, 0.03)
         error = (batch.real_tokens(out) - batch.exact(0.03)).abs()
         assert (error <= 3 * batch.rounding_error(UNIT, 0.03)).all()
@@ -283,10 +282,10 @@ class TestFlashAttention:
         assert (len(flash.splits) > 1 or len(batch.rows.block_table) == 5) == is_long
         assert set(flash.splits) == {1}
 
-    def test_with_one_split_short_rows_and_other_block_sizes_are_one_call(self, flash):
+    def test_with_batch_invariance_short_rows_and_other_block_sizes_are_one_call(self, flash):
         for block, tokens in ((256, attention_segments.SEGMENTS.short), (48, 5000)):
             batch = AttentionBatch([(tokens - 1, 1)], **NARROW, block=block)
-            rows = batch.rows._replace(one_split=True)
+            rows = batch.rows._replace(batch_invariant=True)
             out = attention.flash_attention(batch.query, batch.cache, rows, None)
             torch.testing.assert_close(batch.real_tokens(out), batch.exact(), rtol=UNIT, atol=0)
         assert flash.splits == [1, 1]

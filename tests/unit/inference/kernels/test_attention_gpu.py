@@ -148,19 +148,19 @@ class TestFlashAttention:
             ).transpose(0, 1)
             torch.testing.assert_close(out[part].double(), expected, rtol=2**-8, atol=2**-7)
 
-    def test_with_one_split_a_row_has_the_same_bits_alone_and_in_company(self, monkeypatch):
+    def test_with_batch_invariance_a_row_has_the_same_bits_alone_and_in_company(self, monkeypatch):
         monkeypatch.setattr(attention_segments, "num_segments", lambda *_: 1)
         sizes, block = (32, 8, 128), 256
         batch = AttentionBatch(
             [(999, 1), (3000, 1)], [(512, 100), (0, 300)], sizes=sizes, block=block, dtype=torch.bfloat16,
             device="cuda", unwritten=0.0,
         )  # fmt: skip
-        batch.rows = batch.rows._replace(one_split=True)
+        batch.rows = batch.rows._replace(batch_invariant=True)
         together = check(batch)
         for row, part in ((0, slice(0, 1)), (1, slice(1, 2)), (2, slice(2, 102)), (3, slice(102, 402))):
             length = part.stop - part.start
             rows = prefill_rows(batch.rows.block_table[row : row + 1], length)
-            rows = rows._replace(kv_lengths=batch.rows.kv_lengths[row : row + 1], one_split=True)
+            rows = rows._replace(kv_lengths=batch.rows.kv_lengths[row : row + 1], batch_invariant=True)
             alone = attention.paged_attention(batch.query[part], batch.cache, rows)
             assert torch.equal(alone, together[part])
 

@@ -298,9 +298,8 @@ def test_pairs_of_rows_and_segments(step, kind, segments):
         query = batch.query[first_token : first_token + tokens]
         copies = query.new_full((num_segments, *query.shape), math.nan) if has_copies else None
         pairs = segment_rows(
-            rows, first_row, num_rows, readers, num_segments, segments, BLOCK, query, longest_query=99,
-            copies=copies,
-        )  # fmt: skip
+            rows, segments, BLOCK, query, first_row, num_rows, readers, num_segments, 99, copies
+        )
         separate = readers == Readers.AFTER and not has_copies
         found = []
         for part in range(num_segments) if separate else [None]:

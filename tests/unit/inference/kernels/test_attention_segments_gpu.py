@@ -65,7 +65,7 @@ class Sequences:
             num_decodes=num_decodes,
             decode_tokens=width,
             max_query_tokens=max(counts[num_decodes:], default=0),
-            one_split=True,
+            batch_invariant=True,
         )
         out = attention.paged_attention(torch.cat(queries), self.cache, rows)
         begins = [start for row, start in enumerate(starts[:-1]) if not len(decodes) <= row < num_decodes]
@@ -132,7 +132,7 @@ def test_errors_are_those_of_two_roundings(monkeypatch, dtype, segment, width, s
     )  # fmt: skip
     for scale in (None, 0.03):
         out = attention.paged_attention(
-            batch.query, batch.cache, batch.rows._replace(one_split=True), scale=scale
+            batch.query, batch.cache, batch.rows._replace(batch_invariant=True), scale=scale
         )
         error = (batch.real_tokens(out) - batch.exact(scale)).abs()
         unit = torch.finfo(dtype).eps / 2
@@ -147,7 +147,7 @@ def test_bits_of_a_graph_are_those_of_a_step(monkeypatch, width):
         padding=Padding(1, 1, 5, 3), sizes=(32, 8, 128), block=64, dtype=torch.bfloat16, device="cuda",
         unwritten=0.0,
     )  # fmt: skip
-    rows = batch.rows._replace(one_split=True)
+    rows = batch.rows._replace(batch_invariant=True)
     tensors = {name: value for name, value in rows._asdict().items() if isinstance(value, Tensor)}
     static = rows._replace(**{name: torch.zeros_like(value) for name, value in tensors.items()})
     expected = attention.paged_attention(batch.query, batch.cache, rows)

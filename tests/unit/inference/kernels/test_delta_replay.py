@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import conv_replay, delta_replay, delta_solve, gates
 from mambaslots.inference.kernels.delta import delta_operands, gated_delta_rule_scan
+from mambaslots.inference.kernels.dtypes_and_strides import compute_dtype
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.operands import DeltaInputs, DeltaNet, RawTokens, compute_dtype
+from mambaslots.inference.kernels.mixer_inputs import DeltaInputs, DeltaNet, RawTokens
 from mambaslots.inference.kernels.reference.torch_delta import normalised
 from mambaslots.inference.kernels.step_rows import ReplayRows, TailRows
 from oracle.budget import dear, is_quick

@@ -377,7 +377,7 @@ def test_replays_in_a_graph_without_synchronising(device: str) -> None:
 
 COMPILE = """
 import triton
-from mambaslots.inference.kernels.ssd import UPDATE_WARPS, update_blocks, update_kernel
+from mambaslots.inference.kernels.ssd import UPDATE_WARPS, ssd_update_kernel, update_blocks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -388,9 +388,9 @@ constants = dict(
 )
 types = dict.fromkeys(("x", "dt", "A", "B", "C", "D", "states", "out"), "*fp32")
 types |= dict.fromkeys(("sources", "destinations"), "*i32")
-names = update_kernel.arg_names
+names = ssd_update_kernel.arg_names
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-source = ASTSource(fn=update_kernel, signature=signature, constexprs=constants)
+source = ASTSource(fn=ssd_update_kernel, signature=signature, constexprs=constants)
 options = {"num_warps": UPDATE_WARPS, "num_stages": 1}
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 """

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mambaslots.inference.kernels import ssd_replay as module
 from mambaslots.inference.kernels.kernel_set import KernelSet
-from mambaslots.inference.kernels.operands import SsdInputs
+from mambaslots.inference.kernels.mixer_inputs import SsdInputs
 from mambaslots.inference.kernels.ssd import ssd_chunk_scan
-from mambaslots.inference.kernels.ssd_replay import heads_of_a_program, keep_ssd_inputs, ssd_replay
+from mambaslots.inference.kernels.ssd_replay import group_heads_per_program, keep_ssd_inputs, ssd_replay
 from mambaslots.inference.kernels.step_rows import ReplayRows, TailRows
 from oracle.budget import example_or_dear
 from oracle.inputs_in_blocks import in_blocks
@@ -227,7 +227,7 @@ class TestBits:
     @pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 1), (torch.float16, 2)])
     def test_bits_in_a_batch_of_rows_at_different_places(self, monkeypatch, device, dtype, heads):
         """Beside padding rows, whose slot is -1 and whose inputs are NaN; one or two heads a program."""
-        monkeypatch.setattr(module, "heads_of_a_program", lambda *sizes: heads)
+        monkeypatch.setattr(module, "group_heads_per_program", lambda *sizes: heads)
         layer = Layer(dtype=dtype)
         rows = [
             Tokens(1, 15, 1, 0, -1, 0),  # completes its first chunk
@@ -376,8 +376,8 @@ def check_recurrence(layer, device, run, keep, tolerance, chunk_size=16):
 
 
 def test_a_program_serves_more_heads_the_more_rows_there_are():
-    assert [heads_of_a_program(rows, 128, 16) for rows in (1, 8, 32, 128)] == [1, 1, 4, 16]
-    assert [heads_of_a_program(rows, 48, 48) for rows in (1, 32, 1024)] == [1, 1, 16]
+    assert [group_heads_per_program(rows, 128, 16) for rows in (1, 8, 32, 128)] == [1, 1, 4, 16]
+    assert [group_heads_per_program(rows, 48, 48) for rows in (1, 32, 1024)] == [1, 1, 16]
 
 
 def test_padding_reads_and_writes_nothing(device):

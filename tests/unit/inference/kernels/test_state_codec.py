@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request_states import StatePool, coded_tensors
 from mambaslots.inference.kernels import state_codec
-from mambaslots.inference.kernels.operands import SMALLEST, CodedTensor
 from mambaslots.inference.kernels.reference import torch_state_copy as reference
-from mambaslots.inference.kernels.reference.torch_state_copy import dequantise, quantise
+from mambaslots.inference.kernels.reference.torch_state_copy import SMALLEST, dequantise, quantise
 from mambaslots.inference.kernels.state_copy import decode_states, encode_states
+from mambaslots.inference.kernels.state_pools import CodedTensor
 from mambaslots.state_spec import durable_tensors, gated_delta_net_states, mamba2_states, short_conv_states
 from oracle.ssd import DEVICES, kernel_device
 from oracle.synchronisation import no_synchronisation

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.request_states import StatePool
 from mambaslots.inference.kernels import state_move
-from mambaslots.inference.kernels.operands import ConvAndSsm
 from mambaslots.inference.kernels.reference import torch_state_copy as reference
 from mambaslots.inference.kernels.state_copy import copy_states
 from mambaslots.inference.kernels.state_move import PartMove, move_states
+from mambaslots.inference.kernels.state_pools import ConvAndSsm
 from oracle.budget import costly
 from oracle.state_tensors import conv_and_ssm
 from oracle.synchronisation import no_synchronisation

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from mambaslots.inference.contexts.cache.state_slots import StateSlots
 from mambaslots.inference.contexts.cache.state_tiers import StateTiers, Tier
+from mambaslots.inference.contexts.row_checksum import RowChecksum
 from mambaslots.inference.contexts.tier_copies import HostCopies
-from mambaslots.inference.kernels.row_checksum import RowChecksum
 from oracle.faulty_copies import CopyFailedError, FaultyCopies
 from oracle.kv_index import HashedTree, host_tree
 

@@ -44,7 +44,7 @@ class RowChecksum:
             torch.sum(products, 1, out=self._sums[start : start + len(part)])
         sums = self._sums[:num_rows]
         total = torch.mul(sums, self._rows[:num_rows], out=sums).sum()
-        rest = words[num_rows * _COLUMNS :]
-        if len(rest):
-            return total + ((rest * self._columns[: len(rest)]).sum() ^ seed)
+        tail = words[num_rows * _COLUMNS :]
+        if len(tail):
+            return total + ((tail * self._columns[: len(tail)]).sum() ^ seed)
         return total + seed

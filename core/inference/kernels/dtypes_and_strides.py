@@ -1,0 +1,28 @@
+"""The dtype that kernels compute in, and the strides that they accept."""
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, whose columns lie side by side; a copy only where they do not yet."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def check_slots(**pools: Tensor) -> None:
+    """Raise a ValueError that names a pool [slots, ...] whose slots have gaps."""
+    for name, pool in pools.items():
+        if not pool[:1].is_contiguous():
+            raise ValueError(f"{name} has strides {pool.stride()}; accepted: contiguous slots of any stride")
+
+
+def check_last_stride(**tensors: Tensor) -> None:
+    """Raise a ValueError that names a tensor whose last dimension is not dense."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; accepted: a last stride of 1")
