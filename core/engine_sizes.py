@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_BLOCK = {"cpu": 16, "cuda": 64}  # small blocks resume more, large ones are faster to attend to
 MAX_REQUESTS = {"cpu": 32, "cuda": 128}
 CUDA_GRAPHS = 64
-SHORTEST_CONTEXT = 8192
-"""Contexts are not lowered below it before rows are."""
+SHORTEST_CONTEXT = 8192  # contexts are not lowered below it before rows are
 SHARE_OF_ROWS = 0.5
 """What running requests and one sequence of the whole context may take of the memory; the rest caches."""
 

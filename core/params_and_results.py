@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 TopLogProbs = tuple[tuple[int, float], ...]
 """Token ids and their log-probs: the most likely tokens at one position, the most likely one first."""
 FinishReason = Literal["length", "stop", "cancelled", "reset", "invalid_logits"]
-EarlyEnd = Literal["cancelled", "stop"]
-"""The finish reasons that a caller may end a request with."""
+EarlyEnd = Literal["cancelled", "stop"]  # the finish reasons that a caller may end a request with
 
 
 @dataclass(frozen=True, kw_only=True)

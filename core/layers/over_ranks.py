@@ -8,8 +8,7 @@ from ..inference.kernels.kernel_set import KernelSet
 from ..parallel_groups import ParallelGroups
 from ..validation import ceil_div
 
-Ranks = ParallelGroups | None
-"""The ranks that share the heads of each layer; None for one rank."""
+Ranks = ParallelGroups | None  # the ranks that share the heads of each layer; None for one rank
 
 
 def gated_norm(

@@ -13,14 +13,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-SILENCE_S = 10.0
-"""A peer that answers no heartbeat for so long is lost."""
-MAX_BYTES = 1 << 30
-"""A peer that sends a larger message is lost."""
+SILENCE_S = 10.0  # a peer that answers no heartbeat for so long is lost
+MAX_BYTES = 1 << 30  # a peer that sends a larger message is lost
 _LINGER_MS = 1000
 _LAST_MESSAGES_MS = 50
-_SKIP_S = 0.1
-"""So long beyond its timeout `Listener.receive` passes over invalid messages."""
+_SKIP_S = 0.1  # so long beyond its timeout `Listener.receive` passes over invalid messages
 
 Frames = list[zmq.Frame]
 

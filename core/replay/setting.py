@@ -103,8 +103,7 @@ class ReplayResult:
         return self.resumed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-MODELS = ("nemotron-h-8b", "qwen3.5-35b")
-"""Nemotron-H-8B and Qwen3.5-35B-A3B, which need no config."""
+MODELS = ("nemotron-h-8b", "qwen3.5-35b")  # Nemotron-H-8B and Qwen3.5-35B-A3B, which need no config
 
 
 def model_shape(model: str, state_dtype: str | None = None) -> ModelShape:

@@ -54,8 +54,7 @@ class Trace:
 # ---- lines of files
 
 MOONCAKE_HASH_TOKENS = 512
-MAX_TOKEN_ID = (1 << 30) - 1
-"""Larger token ids stand for answers that a file does not show."""
+MAX_TOKEN_ID = (1 << 30) - 1  # larger token ids stand for answers that a file does not show
 MAX_REQUEST_TOKENS = 1 << 22
 """The longest prompt and the longest answer of a line: their tokens are made in memory when they are read."""
 

@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from ..errors import EngineDeadError, KVBlockCapacityError, NoReplicaError, QueueFullError
 
-_MAX_LENGTH = 400
-"""Characters of a message. Messages may quote values of the client, of any length."""
+_MAX_LENGTH = 400  # characters of a message. Messages may quote values of the client, of any length
 _SHORT = reprlib.Repr(maxstring=60, maxlist=3, maxdict=3, maxlevel=2, maxlong=30, maxother=60)
 _TYPES = {
     401: "authentication_error",

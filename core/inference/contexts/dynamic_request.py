@@ -118,8 +118,7 @@ class TokenView(Sequence[int]):
         return f"TokenView({self._tokens})"
 
 
-NO_ID = -1
-"""In place of the id of a request that has none yet."""
+NO_ID = -1  # in place of the id of a request that has none yet
 
 
 @dataclass(eq=False)
@@ -355,5 +354,4 @@ class ScheduledRequest(PathStep):
         return max(0, min(num_speculative_tokens, self.request.max_length - self.stop - 1))
 
 
-Batch = Sequence[ScheduledRequest]
-"""The requests of one step, each once."""
+Batch = Sequence[ScheduledRequest]  # the requests of one step, each once

@@ -15,8 +15,7 @@ from .dynamic_request import Allocation, ScheduledRequest
 
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-MAX_INPUT_BLOCKS = 64
-"""Input blocks of a chunk at most; smaller ones would be allocated too often."""
+MAX_INPUT_BLOCKS = 64  # input blocks of a chunk at most; smaller ones would be allocated too often
 
 
 class InputBlocks(NamedTuple):

@@ -14,8 +14,7 @@ Padding = Callable[[StepShape], StepShape]
 MIN_CUBLAS_ROWS = 32
 """With fewer rows cuBLAS pads by itself, or picks kernels that are up to eight times as slow."""
 _BLOCK = 256  # invariant buckets above it are its multiples
-MAX_PADDING = _BLOCK - 1
-"""No number of rows is further from its invariant bucket."""
+MAX_PADDING = _BLOCK - 1  # no number of rows is further from its invariant bucket
 
 
 def invariant_bucket(rows: int, smallest: int = MIN_CUBLAS_ROWS) -> int:

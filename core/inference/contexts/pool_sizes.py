@@ -19,13 +19,11 @@ GIGABYTE = 1 << 30
 SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
 SHARE_OF_FREE_RAM = 0.5
 MAX_GB_ON_CPU = 16.0
-_UNLIMITED = INT32_MAX + 2
-"""What a rank affords where a unit has no bytes. The minimum over the ranks counts."""
+_UNLIMITED = INT32_MAX + 2  # what a rank affords where a unit has no bytes. The minimum over the ranks counts
 
 NUM_STAGING_SLOTS = 2
 """Slots for states inside prefills until they are encoded: the default plan's tail and branch point."""
-MAX_NAMES = 1 << 20
-"""KV blocks without bytes that a context makes for cached prefixes, at most."""
+MAX_NAMES = 1 << 20  # KV blocks without bytes that a context makes for cached prefixes, at most
 
 
 @dataclass(frozen=True)

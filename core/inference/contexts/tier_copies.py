@@ -18,8 +18,7 @@ from .request_states import StatePool
 from .row_checksum import RowChecksum
 from .state_files import StateFiles
 
-NUM_STAGED = 2
-"""Staging places on the device, so that no step waits for the bus."""
+NUM_STAGED = 2  # staging places on the device, so that no step waits for the bus
 
 
 class HostCopies(StateCopies):

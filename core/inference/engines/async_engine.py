@@ -17,8 +17,7 @@ from .dynamic_engine import DynamicInferenceEngine
 from .engine_thread import EngineThread
 from .streams import Answer, AsyncStream, TokenStream
 
-_LONGEST_STEP_S = 10.0
-"""How long `drain` waits for the step after which requests are gone that it cancelled."""
+_LONGEST_STEP_S = 10.0  # how long `drain` waits for the step after which requests are gone that it cancelled
 
 
 class AsyncEngine:

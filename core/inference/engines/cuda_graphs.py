@@ -17,8 +17,7 @@ from ..contexts.padding import MIN_CUBLAS_ROWS, invariant_bucket, power_of_two
 from ..contexts.step_inputs import Model, StepInputs, StepShape
 
 SMALLEST_PREFILL_TOKENS = 16
-MAX_PREFILL_TOKENS = 512
-"""Prefill tokens of a captured step, padding included, at most."""
+MAX_PREFILL_TOKENS = 512  # prefill tokens of a captured step, padding included, at most
 Forward = Callable[[StepInputs], Tensor]
 
 

@@ -21,8 +21,7 @@ from .streams import Answer, TokenStream
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S = 10.0
-_LONGEST_CALLS_S = 0.01
-"""Computing time that calls get between two steps; one call is made in any case."""
+_LONGEST_CALLS_S = 0.01  # computing time that calls get between two steps; one call is made in any case
 _running_threads: set["EngineThread"] = set()
 
 

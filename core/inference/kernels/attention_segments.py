@@ -157,8 +157,7 @@ def segment_rows_kernel(
 COPY_WARPS = 4
 BLOCK = 1024  # numbers of a program: 16 bytes of bfloat16 a thread
 NUM_WARPS = 4
-TOGETHER = 8
-"""Results of earlier segments that are loaded at once."""
+TOGETHER = 8  # results of earlier segments that are loaded at once
 
 
 def combine_segments(

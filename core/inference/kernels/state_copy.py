@@ -13,8 +13,7 @@ from ...devices import on_device_of, tensor_on
 from .kernel_set import runs_triton
 from .state_pools import CodedTensor, ConvAndSsm
 
-Slots = Sequence[int]
-"""Of states; -1 in a pair of lists skips the pair."""
+Slots = Sequence[int]  # of states; -1 in a pair of lists skips the pair
 
 
 def copy_states(source: ConvAndSsm, sources: Slots, destination: ConvAndSsm, destinations: Slots) -> None:

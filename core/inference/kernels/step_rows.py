@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-FEW_ROWS = 8
-"""A step with at most so many tokens multiplies by `few_rows` where bits are promised."""
+FEW_ROWS = 8  # a step with at most so many tokens multiplies by `few_rows` where bits are promised
 
 
 class AttentionRows(NamedTuple):

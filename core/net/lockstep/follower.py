@@ -15,8 +15,7 @@ from .call_messages import Abort, Call, Close, Failure, Hello, Lost, Outcome
 
 _MEETING_S = 60.0
 _POLL_INTERVAL_S = 0.5
-WATCH_S = 0.25
-"""So often a rank looks for messages while it makes a call."""
+WATCH_S = 0.25  # so often a rank looks for messages while it makes a call
 
 
 def follow(engine: DynamicInferenceEngine) -> None:

@@ -26,8 +26,7 @@ from .call_messages import Add, CallFunction, FindFunction, Outcome, check_plain
 from .rank_connections import RankConnections
 
 _CAPACITY = (KVBlockCapacityError, MambaSlotCapacityError)
-_DEATH_S = 0.5
-"""The connection of a process that died ends so soon after its collectives."""
+_DEATH_S = 0.5  # the connection of a process that died ends so soon after its collectives
 _CLOSING_S = 10.0
 _open_engines: "weakref.WeakSet[LeadingEngine]" = weakref.WeakSet()
 

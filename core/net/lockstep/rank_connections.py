@@ -15,8 +15,7 @@ from .follower import WATCH_S
 
 _CLOSING_S = 5.0
 _POLL_INTERVAL_S = 0.1
-_END_S = 5.0
-"""A rank may be inside a function of all ranks for so long after another rank failed in it."""
+_END_S = 5.0  # a rank may be inside a function of all ranks for so long after another rank failed in it
 
 
 class RankConnections:

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 30.0
 """How long after a loss the worker is looked for again; each loss doubles the time, a hand-over ends that."""
 
-_POLL_S = 0.1
-"""Between two looks whether the worker's connection is there."""
+_POLL_S = 0.1  # between two looks whether the worker's connection is there
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from .prefill_messages import PROTOCOL_VERSION, Answer, Cancel, Computed, Hello,
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-"""How often a worker says that its engine makes steps."""
-_MAX_COMPUTATIONS = 3
-"""Of one prefix: its state may be evicted between its request's end and the pin."""
+BEAT_S = 0.5  # how often a worker says that its engine makes steps
+_MAX_COMPUTATIONS = 3  # of one prefix: its state may be evicted between its request's end and the pin
 
 
 class PrefixLostError(RuntimeError):

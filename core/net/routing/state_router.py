@@ -15,10 +15,8 @@ move conversations, and the replicas compute 9 % more tokens of the chat trace; 
 has 1.14 times the mean, with 0.1 it has 1.05."""
 LONGEST_ANSWER = 512
 """The most tokens that an answer counts for: callers often know a limit only, which few answers reach."""
-WAITING_REQUESTS = 64
-"""A state is expected until its replica received so many further requests."""
-MAX_EXPECTED_HASHES = 1 << 16
-"""The prompts of 160 requests of 100,000 tokens, in blocks of 256."""
+WAITING_REQUESTS = 64  # a state is expected until its replica received so many further requests
+MAX_EXPECTED_HASHES = 1 << 16  # the prompts of 160 requests of 100,000 tokens, in blocks of 256
 REMEMBERED_REQUESTS = 64
 """Requests of each replica that count as recent. Fewer would not see that a replica is slow before its queue
 does; more would make a replica compensate for old differences."""

@@ -15,10 +15,8 @@ from ...model_parts import Part, StateSegment
 from ...state_spec import HybridStateSpec, StateTensor
 from ...validation import INT32_MAX, shown
 
-KV = "kv"
-"""The name of the tensor of keys and values. Those of states have a dot: see `segments_of`."""
-TOKEN_BYTES = 4
-"""Bytes of a token id, little-endian, as the KV index keeps it."""
+KV = "kv"  # the name of the tensor of keys and values. Those of states have a dot: see `segments_of`
+TOKEN_BYTES = 4  # bytes of a token id, little-endian, as the KV index keeps it
 FORMAT_VERSION = 4
 _ROOT_BYTES = len(PUBLIC_ROOT)
 
@@ -45,8 +43,7 @@ class TensorPart(NamedTuple):
         return slice(self.layers.start, self.layers.stop), slice(self.units.start, self.units.stop)
 
 
-Shard = Mapping[str, TensorPart]
-"""The name of each tensor -> the part that a rank holds of it."""
+Shard = Mapping[str, TensorPart]  # the name of each tensor -> the part that a rank holds of it
 
 
 def segments_of(tensor: StateTensor) -> dict[str, StateSegment]:

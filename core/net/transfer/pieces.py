@@ -16,10 +16,8 @@ from .exports import CacheAccess
 from .format import KV, PrefixFormat, Shard, TensorFormat, TransferError, shard_of
 from .pipe import MessagePipe, NcclPipe, Passage
 
-PIECE_BYTES = 64 << 20
-"""The most bytes of a piece, unless an entry of one layer has more."""
-NUM_BUFFERS = 4
-"""Pieces are packed and unpacked while others are on their way."""
+PIECE_BYTES = 64 << 20  # the most bytes of a piece, unless an entry of one layer has more
+NUM_BUFFERS = 4  # pieces are packed and unpacked while others are on their way
 Pipe = MessagePipe | NcclPipe
 WaitFor = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises where it will not in time."""

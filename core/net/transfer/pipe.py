@@ -14,8 +14,7 @@ from .format import TransferError
 
 _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 _CLOSE_S = 5.0
-_CALL_S = 1.0
-"""A call of NCCL that takes longer, though none should block, does not delay an abort."""
+_CALL_S = 1.0  # a call of NCCL that takes longer, though none should block, does not delay an abort
 
 
 class NcclFacts(NamedTuple):

@@ -33,8 +33,7 @@ from .imports import ReceivedPrefixes, import_received
 from .placement import ImportReport
 from .shard import PrefixShard, checksum, decode_prefixes, encode_prefixes, join, sources_for
 
-MANIFEST = "prefixes.json"
-"""The name of a manifest in its directory."""
+MANIFEST = "prefixes.json"  # the name of a manifest in its directory
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -25,8 +25,7 @@ from .pipe import MessagePipe, NcclFacts, NcclPipe, new_nccl_id
 from .placement import Placement
 from .shard import sources_for
 
-GRACE_S = 1.0
-"""How long after the deadline a call still waits for its thread, which can say what failed."""
+GRACE_S = 1.0  # how long after the deadline a call still waits for its thread, which can say what failed
 _POLL_INTERVAL_S = 0.1
 _ABSENT = "-"  # never the value of a key
 _SPIN_S = 0.01

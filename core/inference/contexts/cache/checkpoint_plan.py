@@ -134,8 +134,7 @@ def checked_boundaries(
     return boundaries
 
 
-MAX_COMPARED = 32
-"""Waiting requests with which one that begins is compared."""
+MAX_COMPARED = 32  # waiting requests with which one that begins is compared
 
 
 def best_shared_depth(hashes: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:

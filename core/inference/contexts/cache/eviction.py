@@ -6,8 +6,7 @@ from itertools import islice
 
 from ....validation import one_of, refused
 
-EVICTION_POLICIES = ("value", "lru")
-"""The names by which configurations choose a policy."""
+EVICTION_POLICIES = ("value", "lru")  # the names by which configurations choose a policy
 
 
 class EvictionPolicy:

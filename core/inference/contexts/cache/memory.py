@@ -7,8 +7,7 @@ from typing import NamedTuple, Self
 
 from ....validation import ceil_div
 
-UNIT_ALIGNMENT = 256
-"""Bytes. Every slot and every block begins at a multiple of it."""
+UNIT_ALIGNMENT = 256  # bytes. Every slot and every block begins at a multiple of it
 MAX_WASTE = 0.02
 _MAX_PER_UNIT = 24
 _MAX_NUMBERS = 1 << 18

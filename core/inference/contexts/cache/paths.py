@@ -12,8 +12,7 @@ from .hashing import PrefixHashChain, token_bytes
 from .state_slots import StateSlots
 
 TableRow = npt.NDArray[np.integer[Any]]
-UNKNOWN_TOKEN = 2**32 - 1
-"""In place of a token that only the device knows; no vocabulary has it."""
+UNKNOWN_TOKEN = 2**32 - 1  # in place of a token that only the device knows; no vocabulary has it
 
 
 class CachedPath:

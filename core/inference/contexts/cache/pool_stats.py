@@ -56,8 +56,7 @@ EVICTIONS = STATE_EVICTIONS | {"kv_evicted", "new_block"}
 AGE_BOUNDS_S = (0.1, 1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the classes in which ages are counted; a last class has none."""
 NANOSECONDS = 1_000_000_000
-Clock = Callable[[], int]
-"""Nanoseconds since some moment; never goes back. `time.monotonic_ns` is one."""
+Clock = Callable[[], int]  # nanoseconds since some moment; never goes back. `time.monotonic_ns` is one
 _BOUNDS_NS = [int(bound * NANOSECONDS) for bound in AGE_BOUNDS_S]
 _NUM_RECENT = 256
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 
-GHOST, PLANNED = -2, -1
-"""In the place of a slot: the state is gone, or refused; the state will be stored."""
+GHOST, PLANNED = -2, -1  # in the place of a slot: the state is gone, or refused; the state will be stored
 _MAX_HASHES_PER_GHOST = 32
 
 

@@ -9,8 +9,7 @@ from .kv_block_allocator import KVBlockAllocator
 from .memory import MemoryUnits
 from .state_slots import StateSlots
 
-MAX_LOOKS = 64
-"""Units that one call looks at, at most, to find one that can be emptied."""
+MAX_LOOKS = 64  # units that one call looks at, at most, to find one that can be emptied
 
 
 class KVUnit(NamedTuple):

@@ -16,8 +16,7 @@ from ...contexts.dynamic_request import DynamicInferenceRequest
 from ...contexts.padding import MAX_PADDING, Padding, invariant_bucket
 from ...contexts.step_inputs import StepInputs
 
-MAX_REQUESTS = 2
-"""Requests that run at once."""
+MAX_REQUESTS = 2  # requests that run at once
 
 
 class DummySteps:

@@ -10,10 +10,8 @@ from ...contexts.step_inputs import StepShape
 from .dummy_steps import DummySteps
 from .products import bits
 
-TAIL = 19
-"""Tokens after the last whole chunk."""
-DECODES = 5
-"""Decodes without drafts, of which the third is of the first token of a chunk."""
+TAIL = 19  # tokens after the last whole chunk
+DECODES = 5  # decodes without drafts, of which the third is of the first token of a chunk
 
 
 def checked_length(chunk_tokens: int) -> int:
