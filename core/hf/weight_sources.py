@@ -211,7 +211,10 @@ def load_weights(
     model: PreTrainedModel, folder: Path, blocks: tuple[int, int] | None, device: torch.device,
     parts: Parts,
 ) -> None:  # fmt: skip
-    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first."""
+    """Give `model`, on "meta", the weights in `folder`, of which all names and shapes are checked first.
+
+    Besides the weights, memory is needed for the largest one that is made of several.
+    """
     with WeightFiles(folder, blocks) as files:
         sources, ignored_names, missing_names = find_sources(model, files)
         if ignored_names:

@@ -49,7 +49,11 @@ def register_block(context: Any, row: int, track: RequestTrack, position: int) -
 
 
 class AnswerStates:
-    """The states that decode steps reach at block boundaries."""
+    """The states that decode steps reach at block boundaries.
+
+    With async scheduling, the last token before a boundary becomes known only later: until then the state
+    waits in a reserved slot.
+    """
 
     def __init__(self, context: Any, slots: StateSlots, plan: CheckpointPlan, enabled: bool) -> None:
         """`enabled`: whether answers are cached; if not, no state and no block of a decode is findable."""

@@ -110,7 +110,10 @@ def ssm_prefill(
     batch_indices: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Keep in the window what a chunk shorter than the convolution leaves of the one before; never waits."""
+    """Keep in the window what a chunk shorter than the convolution leaves of the one before.
+
+    Without synchronisation, because it is captured in a CUDA graph.
+    """
     keywords = dict(seq_idx=seq_idx, cu_seqlens=cu_seqlens, batch_indices=batch_indices, **options)
     if conv_state is None or seq_idx is None or cu_seqlens is None or batch_indices is None:
         return original(self, zxBCdt, conv_state, ssm_state, **keywords)

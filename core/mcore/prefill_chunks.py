@@ -122,7 +122,10 @@ def compute_prefix_match(
 def add_request(
     original: Callable[..., None], self: Any, req: Any, prefill_chunk_length: int | None = None
 ) -> None:
-    """Check capacity before anything changes, restore in every chunk, write no shared block again."""
+    """Check capacity before anything changes, restore in every chunk, write no shared block again.
+
+    The KV of recomputed tokens goes to the dummy block, so that matched blocks keep theirs.
+    """
     if not caches_states(self) or not self.is_tensor_state_allocated:
         return original(self, req, prefill_chunk_length)
     length = req.remaining_prompt_length if prefill_chunk_length is None else prefill_chunk_length

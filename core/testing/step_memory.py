@@ -34,7 +34,10 @@ class StepMemory:
         self._poisoned = [pool.clone() for pool in self._pools]
 
     def _poison(self) -> None:
-        """Fill all states but sources with NaN, and all KV but that of earlier tokens."""
+        """Fill all states but sources with NaN, and all KV but that of earlier tokens.
+
+        Blocks with stored KV get the largest finite number: kernels may multiply it by 0.
+        """
         *states, kv = self._pools
         is_free = torch.ones(states[0].shape[1], dtype=torch.bool, device=kv.device)
         is_free[[source for source in self._inputs.state_sources.tolist() if source >= 0]] = False
