@@ -196,10 +196,11 @@ class BudgetPoint:
 
 def budget_of(setting: ReplaySetting) -> tuple[str, float]:
     """What the budget of a setting is for, and its GB."""
-    host = f" and {setting.host_gb:g} GB of the host" if setting.host_gb else ""
+    host = f"{setting.host_gb:g} GB of the host" if setting.host_gb else ""
     if setting.total_gb is not None:
-        return f"for states and KV together{host and ', with' + host[4:]}", setting.total_gb
-    return f"for states, with {setting.kv_gb:g} GB for KV{host}", setting.state_gb or 0.0
+        return f"for states and KV together{f', with {host}' if host else ''}", setting.total_gb
+    kv = f"{setting.kv_gb:g} GB for KV"
+    return f"for states, with {f'{kv} and {host}' if host else kv}", setting.state_gb or 0.0
 
 
 def sizing_sentences(results: Sequence[CellResult], unlimited: dict[str, float], cache: str) -> list[str]:

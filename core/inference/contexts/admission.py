@@ -215,11 +215,11 @@ class Admission:
     ) -> ScheduledRequest | None:
         """A decode, perhaps of a token that only the device knows."""
         start, path = allocation.num_computed, allocation.path
-        needs_kv, num_input_blocks = self._missing(allocation)
-        if needs_kv or num_input_blocks:
-            if not self._cache.kv_blocks.is_memory_available(needs_kv + num_input_blocks):
+        num_kv_blocks, num_input_blocks = self._num_missing(allocation)
+        if num_kv_blocks or num_input_blocks:
+            if not self._cache.kv_blocks.is_memory_available(num_kv_blocks + num_input_blocks):
                 return None
-            self._cache.grow(path, len(path.blocks) + needs_kv)
+            self._cache.grow(path, len(path.blocks) + num_kv_blocks)
             if num_input_blocks:
                 self.input_table.grow(allocation, start % self._chunk_size + 1)
         return ScheduledRequest(
@@ -228,17 +228,17 @@ class Admission:
             decodes_unread=start == len(request.tokens),
         )  # fmt: skip
 
-    def _missing(self, allocation: Allocation) -> tuple[bool, int]:
-        """Whether a decode lacks a block for its next token's KV, and how many input blocks it lacks."""
+    def _num_missing(self, allocation: Allocation) -> tuple[int, int]:
+        """How many KV blocks and input blocks a decode lacks for its next token."""
         start = allocation.num_computed
-        needs_kv = start == len(allocation.path.blocks) * self._block_size
-        num_inputs = start % self._chunk_size + 1
-        return needs_kv, self.input_table.num_missing(allocation, num_inputs) if self._has_input_blocks else 0
+        num_kv_blocks = 1 if start == len(allocation.path.blocks) * self._block_size else 0
+        if not self._has_input_blocks:
+            return num_kv_blocks, 0
+        return num_kv_blocks, self.input_table.num_missing(allocation, start % self._chunk_size + 1)
 
     def can_decode(self, allocations: Iterable[Allocation]) -> bool:
         """Whether there are KV and input blocks for one more token of all these decodes; evicts nothing."""
-        missing = map(self._missing, allocations)
-        num_blocks = sum(needs_kv + num_input_blocks for needs_kv, num_input_blocks in missing)
+        num_blocks = sum(sum(self._num_missing(allocation)) for allocation in allocations)
         return not num_blocks or self._cache.kv_blocks.is_memory_available(num_blocks)
 
     def add_drafts(self, scheduled: ScheduledRequest, tokens: Sequence[int]) -> ScheduledRequest:

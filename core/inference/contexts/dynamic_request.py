@@ -193,7 +193,7 @@ class DynamicInferenceRequest:
         """The positions whose logits give log-probs of known tokens: position p that of token p + 1."""
         if self.sampling.skip_prompt_log_probs:
             return range(0)
-        last = len(self.prompt_tokens) - (self.next_token is None)
+        last = len(self.prompt_tokens) - (1 if self.next_token is None else 0)
         return range(self.sampling.prompt_log_probs_start - 1, last)
 
     @property

@@ -39,7 +39,7 @@ class GhostList:
             for prefix_hash in hashes:
                 young[prefix_hash] = (young.get(prefix_hash) or old.get(prefix_hash, 0)) & others | bit
         if len(young) >= self.capacity:
-            self.num_lapses += bool(self._old) or not self.capacity
+            self.num_lapses += 1 if self._old or not self.capacity else 0
             self._old, self._young = (young if self.capacity else {}), {}
 
     def has(self, prefix_hash: int, kind: GhostKind) -> bool:

@@ -92,10 +92,6 @@ class PathStep:
             chain.extend_to([*self.sequence, *(self.drafts or (UNKNOWN_TOKEN,))], position)
         return chain.hashes[position // chain.block_size_tokens - 1]
 
-    def knows_tokens_before(self, boundary: Boundary) -> bool:
-        """Whether all tokens before the boundary are known."""
-        return boundary.position <= len(self.sequence)
-
     def block_at(self, position: int) -> int:
         return self.path.blocks[position // self.path.chain.block_size_tokens - 1]
 
@@ -111,8 +107,22 @@ class PathStep:
         )
 
 
-type Places[S: PathStep] = dict[int, tuple[S, Boundary]]
-"""The hash of a state to store -> the step that stores it, and at which boundary."""
+class Place[S: PathStep](NamedTuple):
+    """Where a state is to be stored: at a boundary of a step, under a hash."""
+
+    step: S
+    boundary: Boundary
+    prefix_hash: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all tokens before the boundary are known."""
+        return self.boundary.position <= len(self.step.sequence)
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether a prefill passes the boundary: only kernels that store states inside one keep the state."""
+        return not self.step.decoding and self.boundary.position < self.step.stop
 
 
 class PlannedState(NamedTuple):
@@ -124,11 +134,11 @@ class PlannedState(NamedTuple):
     ticket: int
 
     @classmethod
-    def of(cls, step: PathStep, boundary: Boundary, prefix_hash: int) -> "PlannedState":
-        """The state of a step at a boundary, where the prefix has the hash `prefix_hash`."""
-        hashes, depth = step.path.chain.hashes, boundary.position // step.path.chain.block_size_tokens
-        hashes = hashes if step.knows_tokens_before(boundary) else [*hashes[: depth - 1], prefix_hash]
-        return cls(hashes, depth, boundary.kind, step.path.policy_ticket)
+    def of[S: PathStep](cls, place: Place[S]) -> "PlannedState":
+        path, boundary = place.step.path, place.boundary
+        hashes, depth = path.chain.hashes, boundary.position // path.chain.block_size_tokens
+        hashes = hashes if place.is_known else [*hashes[: depth - 1], place.prefix_hash]
+        return cls(hashes, depth, boundary.kind, path.policy_ticket)
 
     @property
     def prefix_hash(self) -> int:
@@ -151,60 +161,66 @@ class Reservations:
         certain, guessed = self._missing_states(steps)
         if not (certain or guessed):
             return list(steps)
-        chosen = self._choose(certain, max_inner_states)
+        chosen = self._choose(list(certain.values()), max_inner_states)
         # Guesses evict nothing: drafts may be wrong, and a repeated answer's state may be cached.
         num_free = len(self._slots.free_slots) - len(chosen)
-        guesses = [prefix_hash for prefix_hash in guessed if prefix_hash not in certain][:num_free]
-        self._placeholders.update(each for each in guesses if not guessed[each][0].drafts)
-        chosen += guesses
-        places = [certain.get(prefix_hash) or guessed[prefix_hash] for prefix_hash in chosen]
-        blocks = [step.block_at(boundary.position) for step, boundary in places]
-        destinations: dict[int, dict[int, int]] = {id(step): {} for step, _ in places}
-        for (step, boundary), slot in zip(places, self.reserve_planned(blocks, chosen), strict=True):
-            destinations[id(step)][boundary.position] = slot
+        guesses = [place for prefix_hash, place in guessed.items() if prefix_hash not in certain][:num_free]
+        self._placeholders.update(place.prefix_hash for place in guesses if not place.step.drafts)
+        places = [*map(certain.__getitem__, chosen), *guesses]
+        blocks = [place.step.block_at(place.boundary.position) for place in places]
+        slots = self.reserve_planned(blocks, [place.prefix_hash for place in places])
+        destinations: dict[int, dict[int, int]] = {id(place.step): {} for place in places}
+        for place, slot in zip(places, slots, strict=True):
+            destinations[id(place.step)][place.boundary.position] = slot
         return [
             replace(step, destinations=destinations[id(step)]) if id(step) in destinations else step
             for step in steps
         ]
 
-    def _missing_states[S: PathStep](self, steps: Sequence[S]) -> tuple[Places[S], Places[S]]:
-        """The states to store that are not cached, by hash: certain ones, and guesses."""
-        certain: Places[S] = {}
-        guessed: Places[S] = {}
+    def _missing_states[S: PathStep](
+        self, steps: Sequence[S]
+    ) -> tuple[dict[int, Place[S]], dict[int, Place[S]]]:
+        """By hash, where to store the states that are not cached: certain ones, and guesses."""
+        certain: dict[int, Place[S]] = {}
+        guessed: dict[int, Place[S]] = {}
         for step in steps:
             for boundary in step.boundaries:
-                prefix_hash = step.hash_at(boundary.position)
-                if prefix_hash not in self._slots.cached_states.state_block_of_hash:
-                    is_known = step.knows_tokens_before(boundary)
-                    is_guess = not is_known and (step.drafts or self._may_be_cached(step, boundary))
-                    (guessed if is_guess else certain).setdefault(prefix_hash, (step, boundary))
+                place = Place(step, boundary, step.hash_at(boundary.position))
+                if place.prefix_hash in self._slots.cached_states.state_block_of_hash:
+                    continue
+                if place.is_known or not (step.drafts or self._may_be_cached(place)):
+                    certain.setdefault(place.prefix_hash, place)
+                else:
+                    guessed.setdefault(place.prefix_hash, place)
         return certain, guessed
 
-    def _may_be_cached(self, step: PathStep, boundary: Boundary) -> bool:
+    def _may_be_cached[S: PathStep](self, place: Place[S]) -> bool:
         """Whether there is a state of the tokens before the boundary, as far as these are known."""
-        tree, chain = self._slots.tree, step.path.chain
-        depth = boundary.position // chain.block_size_tokens
-        parent = step.path.blocks[depth - 2] if depth > 1 else chain.root
+        tree, path = self._slots.tree, place.step.path
+        depth = place.boundary.position // path.chain.block_size_tokens
+        parent = path.blocks[depth - 2] if depth > 1 else path.chain.root
         if isinstance(parent, int) and not tree.num_children[parent]:
             return False
-        known = token_bytes(step.sequence[boundary.position - chain.block_size_tokens :])
+        known_tokens = token_bytes(place.step.sequence[(depth - 1) * path.chain.block_size_tokens :])
         cached = map(tree.content_of, self._slots.cached_states.state_block_of_hash.values())
-        return any(before == parent and content.startswith(known) for before, content in cached)
+        return any(before == parent and content.startswith(known_tokens) for before, content in cached)
 
-    def _choose[S: PathStep](self, certain: Places[S], max_inner_states: int | None) -> list[int]:
+    def _choose[S: PathStep](self, places: list[Place[S]], max_inner_states: int | None) -> list[int]:
         """Plan these states, and evict for them; the hashes of those that get slots. Remembers the others."""
-        by_worth = sorted(certain, key=lambda prefix_hash: KINDS_BY_WORTH.index(certain[prefix_hash][1].kind))
-        inner = [] if max_inner_states is None else [each for each in by_worth if _is_inner(*certain[each])]
-        beyond = set(inner[max_inner_states:])
-        wanted = [prefix_hash for prefix_hash in by_worth if prefix_hash not in beyond]
+        by_worth = sorted(places, key=lambda place: KINDS_BY_WORTH.index(place.boundary.kind))
+        wanted = by_worth
+        if max_inner_states is not None:
+            inner = [place.prefix_hash for place in by_worth if place.is_inner]
+            beyond = set(inner[max_inner_states:])
+            wanted = [place for place in by_worth if place.prefix_hash not in beyond]
         if not self._policy.refuses:
-            planned = map(certain.__getitem__, wanted)
-            decoding = [step.path for step, boundary in planned if boundary.kind == "decode"]
+            decoding = [place.step.path for place in wanted if place.boundary.kind == "decode"]
             self._slots.remove_rolling_states(decoding, len(wanted))
-        unknown = {each for each in wanted if not PathStep.knows_tokens_before(*certain[each])}
-        chosen = self.plan([PlannedState.of(*certain[each], each) for each in wanted], unknown)
+        unknown = {place.prefix_hash for place in wanted if not place.is_known}
+        chosen = self.plan(list(map(PlannedState.of, wanted)), unknown)
         passed = unknown.union(chosen)  # what is unknown is remembered once its tokens are known
-        self._slots.cached_states.remember_refused([each for each in by_worth if each not in passed])
+        hashes = [place.prefix_hash for place in by_worth]
+        self._slots.cached_states.remember_refused([each for each in hashes if each not in passed])
         return chosen
 
     def plan(self, planned: Sequence[PlannedState], unknown: Iterable[int] = ()) -> list[int]:
@@ -255,7 +271,7 @@ class Reservations:
             if boundary.position in step.destinations or prefix_hash in cached_states.state_block_of_hash:
                 continue
             if prefix_hash not in self._planned.values():
-                self._policy.insert_planned(*PlannedState.of(step, boundary, prefix_hash))
+                self._policy.insert_planned(*PlannedState.of(Place(step, boundary, prefix_hash)))
                 self._policy.remove_planned(prefix_hash)
                 cached_states.remember_refused([prefix_hash])
 
@@ -315,8 +331,3 @@ class Reservations:
         for slot, planned in self._planned.items():
             prefix_hash = tree.hash_of(reserved[slot]) if reserved[slot] >= 0 else 0
             assert prefix_hash in (planned, 0), "a slot is reserved for another prefix's block"
-
-
-def _is_inner(step: PathStep, boundary: Boundary) -> bool:
-    """Whether a prefill passes the boundary, so that only kernels that store states inside one keep it."""
-    return not step.decoding and boundary.position < step.stop

@@ -82,7 +82,7 @@ class ValueEviction(EvictionPolicy):
     # ---- requests
 
     def add_request(self, hashes: Sequence[int], stop: int, was_preempted: bool = False) -> int:
-        """A request arrives; preempted ones (`was_preempted`) count as no use. Returns its number."""
+        """A request arrives; preempted ones (`was_preempted`) count as no use. Returns its ticket."""
         self._sees_requests = True
         if not was_preempted:
             self._tick()
@@ -94,18 +94,18 @@ class ValueEviction(EvictionPolicy):
                 self._count_use(node, is_fork=node.role is Role.SUPERSEDED or (bool(node.children) and forks))
                 if node.children and node.num_uses <= _MAX_SESSION_USES:
                     self._abandon_below(node)
-            turn = node.turn + (node.role is not Role.FORK)
+            turn = node.turn if node.role is Role.FORK else node.turn + 1
         self._num_requests += 1
         self._requests[self._num_requests] = _Request(node, turn)
         return self._num_requests
 
     def end_request(self, ticket: int) -> None:
         """The request ends, or is preempted."""
-        gone = self._requests.pop(ticket, None)
-        if gone is None or gone.deepest.parent is None:
+        request = self._requests.pop(ticket, None)
+        if request is None or request.deepest.parent is None:
             return
-        node = gone.deepest
-        node.turn = max(node.turn, gone.turn)
+        node = request.deepest
+        node.turn = max(node.turn, request.turn)
         if node.is_running:
             node.is_running = False
             self._update_class(node)
