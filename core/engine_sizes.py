@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from .config import InferenceConfig
+from .devices import available_gb
 from .files import CONFIG, read_object
-from .inference.contexts.pool_sizes import PoolSizes, available_gb
+from .inference.contexts.pool_sizes import PoolSizes
 from .loaded_model import stored_dtype
 from .state_spec import HybridStateSpec
 from .validation import ceil_div

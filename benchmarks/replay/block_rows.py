@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from block_cache import BlockCache, KVRecencySlots, PathCapSlots, StatePlan, StateSlots
 from blocks import BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
-from mambaslots.inference.contexts.pool_sizes import GIGABYTE
+from mambaslots.devices import GIGABYTE
 from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 

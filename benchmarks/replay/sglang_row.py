@@ -7,7 +7,7 @@ from block_cache import CoverageSlots, KVPool, PathCapSlots, StateSlots, TwoPool
 from block_rows import num_kv_blocks, num_state_slots
 from blocks import ROOT, BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
-from mambaslots.inference.contexts.pool_sizes import GIGABYTE
+from mambaslots.devices import GIGABYTE
 from mambaslots.replay.setting import ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 

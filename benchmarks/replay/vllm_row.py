@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from block_rows import missing_memory
 from blocks import BlockIndex, block_index
 from loop import RequestLoop, RunningRequest
-from mambaslots.inference.contexts.pool_sizes import GIGABYTE
+from mambaslots.devices import GIGABYTE
 from mambaslots.replay.setting import ModelShape, ReplayResult, ReplaySetting
 from mambaslots.replay.trace import Trace
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import InferenceConfig
-from ..inference.contexts.pool_sizes import GIGABYTE
+from ..devices import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..models import HybridConfig, HybridLM
 from ..params_and_results import SamplingParams

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache_stats import CacheStats, EngineStats
+from ..devices import GIGABYTE
 from ..inference.contexts.cache.pool_stats import STATE_EVICTIONS, ComputeReason
-from ..inference.contexts.pool_sizes import GIGABYTE
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 
 logger = logging.getLogger(__package__)

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from ..config import InferenceConfig
-from ..inference.contexts.pool_sizes import GIGABYTE, MAX_NAMES
+from ..devices import GIGABYTE
+from ..inference.contexts.pool_sizes import MAX_NAMES
 from ..named_policies import cache_changes
 from ..state_spec import HybridStateSpec, StateTensor
 from .engine_replay import EngineReplay, chains_of

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from email.message import Message
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from ..loaded_model import LoadedText
@@ -18,7 +16,6 @@ from .requests import MAX_CHOICES, AnswerRequest, BodyLimits, ChatRequest, Compl
 from .served_engine import EngineFacts
 from .server_settings import ServerSettings
 
-_MAX_READ_BYTES = 64 * 2**20  # of a body that is too long so much is read before it is refused
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's server
 
@@ -144,39 +141,6 @@ class JobFactory:
             raise bad_argument(error, type(request).model_fields) from None
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request; RequestError where it is no JSON (415) or longer than `max_bytes` (413)."""
-    content = Message()
-    content["content-type"] = request.headers.get("content-type", "")
-    is_utf8 = content.get_content_charset("utf-8") in ("utf-8", "utf8")
-    if content.get_content_type() != "application/json" or not is_utf8:
-        raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
-    max_read_bytes = max(max_bytes, _MAX_READ_BYTES)
-    num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
-    parts: list[bytes] = []
-    if num_bytes <= max_read_bytes:
-        num_bytes = 0
-        async for part in request.stream():  # to the end, so that the client reads the answer
-            num_bytes += len(part)
-            if num_bytes <= max_bytes:
-                parts.append(part)
-            elif num_bytes > max_read_bytes:
-                break
-    if num_bytes <= max_bytes:
-        return b"".join(parts)
-    message = f"the body is longer than the limit of {max_bytes} bytes"
-    headers = {"connection": "close"} if num_bytes > max_read_bytes else {}
-    raise RequestError(413, message, code="body_too_long", headers=headers)
-
-
-def body_too_slow() -> RequestError:
-    """The connection is closed, because the rest of the body may never come."""
-    message = "the body was not complete within the server's time limit for a body"
-    return RequestError(408, message, code="timeout", headers={"connection": "close"})
-
-
 def parsed_object(body: bytes) -> dict[str, Any]:
     """The JSON object that `body` holds; its numbers are finite, and its strings are Unicode."""
     try:
@@ -186,13 +150,3 @@ def parsed_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         reason = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
         raise RequestError(400, f"the body is no JSON object in UTF-8: {reason}") from None
-
-
-def header_salt(request: Request) -> str | None:
-    values = [value for name, value in request.headers.raw if name == b"x-cache-salt"]
-    if not values:
-        return None
-    try:
-        return b",".join(values).decode()
-    except UnicodeDecodeError:
-        raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 
 from ..inference.contexts.cache.checkpoint_plan import CheckpointPlan
-from ..inference.engines.arguments import Prompt, Salt
 from ..inference.engines.async_engine import AsyncEngine
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
+from ..inference.engines.request_factory import Prompt, Salt
 from ..inference.engines.streams import AsyncStream
 from ..monitor import Monitor
 from ..params_and_results import SamplingParams

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 
 from starlette.requests import Request
 
@@ -10,14 +11,15 @@ from ..errors import NoReplicaError
 from ..loaded_model import LoadedText
 from .answer_json import AnswerFormat
 from .api_keys import engine_salt
-from .error_answers import RequestError, refusal
+from .error_answers import RequestError, bad_field, refusal
 from .generated_answer import GeneratedAnswer, StreamedAnswer, within
-from .jobs import Job, JobFactory, body_too_slow, header_salt, read_body
+from .jobs import Job, JobFactory
 from .served_engine import ServedEngine
 from .server_settings import ServerSettings
 
 _LONGEST_STEP_S = 30.0
 _LONG_BODY_BYTES = 2**18
+_MAX_READ_BYTES = 64 * 2**20  # of a body that is too long so much is read before it is refused
 
 
 class Service:
@@ -89,8 +91,8 @@ class Service:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self.settings.request_timeout_s
             body_deadline = min(deadline, loop.time() + self.settings.body_timeout_s)
-            body = await within(body_deadline, read_body(request, self.max_body_bytes), body_too_slow())
-            salt = header_salt(request)
+            body = await within(body_deadline, _read_body(request, self.max_body_bytes), _body_too_slow())
+            salt = _header_salt(request)
             tenant = request.state.tenant
             thread = self._long_text_thread if len(body) > _LONG_BODY_BYTES else self._text_thread
             job = await within(deadline, loop.run_in_executor(thread, job_of, body, salt))
@@ -113,3 +115,46 @@ class Service:
         self._num_open -= num_answers
         if not self._num_open:
             self._none_open.set()
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request; RequestError where it is no JSON (415) or longer than `max_bytes` (413)."""
+    content = Message()
+    content["content-type"] = request.headers.get("content-type", "")
+    is_utf8 = content.get_content_charset("utf-8") in ("utf-8", "utf8")
+    if content.get_content_type() != "application/json" or not is_utf8:
+        raise RequestError(415, "the header Content-Type names another type; accepted: application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise RequestError(415, "the header Content-Encoding names an encoding; accepted: none")
+    max_read_bytes = max(max_bytes, _MAX_READ_BYTES)
+    num_bytes = int(request.headers.get("content-length", "0"))  # uvicorn refuses all but numbers
+    parts: list[bytes] = []
+    if num_bytes <= max_read_bytes:
+        num_bytes = 0
+        async for part in request.stream():  # to the end, so that the client reads the answer
+            num_bytes += len(part)
+            if num_bytes <= max_bytes:
+                parts.append(part)
+            elif num_bytes > max_read_bytes:
+                break
+    if num_bytes <= max_bytes:
+        return b"".join(parts)
+    message = f"the body is longer than the limit of {max_bytes} bytes"
+    headers = {"connection": "close"} if num_bytes > max_read_bytes else {}
+    raise RequestError(413, message, code="body_too_long", headers=headers)
+
+
+def _body_too_slow() -> RequestError:
+    """The connection is closed, because the rest of the body may never come."""
+    message = "the body was not complete within the server's time limit for a body"
+    return RequestError(408, message, code="timeout", headers={"connection": "close"})
+
+
+def _header_salt(request: Request) -> str | None:
+    values = [value for name, value in request.headers.raw if name == b"x-cache-salt"]
+    if not values:
+        return None
+    try:
+        return b",".join(values).decode()
+    except UnicodeDecodeError:
+        raise bad_field("X-Cache-Salt", "the header X-Cache-Salt is no UTF-8") from None

@@ -7,8 +7,8 @@ from pathlib import Path
 import mambaslots as ms
 import pytest
 import torch
+from mambaslots import devices
 from mambaslots.engine_sizes import context_length, largest_fitting_config
-from mambaslots.inference.contexts import pool_sizes
 from mambaslots.inference.contexts.pool_sizes import PoolSizes
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-code"
@@ -53,13 +53,13 @@ def test_a_start_says_how_many_conversations_there_is_room_for(caplog: pytest.Lo
 
 
 def test_memory_of_a_cpu_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_sizes, "_available_ram", lambda: 6 << 30)
-    assert pool_sizes.available_gb(torch.device("cpu")) == 3.0
+    monkeypatch.setattr(devices, "_available_ram", lambda: 6 << 30)
+    assert devices.available_gb(torch.device("cpu")) == 3.0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert pool_sizes.available_gb(torch.device("cpu")) == 0.75
+    assert devices.available_gb(torch.device("cpu")) == 0.75
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr(pool_sizes, "_available_ram", lambda: 200 << 30)
-    assert pool_sizes.available_gb(torch.device("cpu")) == 16.0
+    monkeypatch.setattr(devices, "_available_ram", lambda: 200 << 30)
+    assert devices.available_gb(torch.device("cpu")) == 16.0
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_memory_of_a_control_group(
     for name, text in files.items():
         if text is not None:
             (tmp_path / name).write_text(text)
-    assert pool_sizes._group_ram(tmp_path) == free
+    assert devices._group_ram(tmp_path) == free
 
 
 def test_a_configuration_without_sizes_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_sizes, "_available_ram", lambda: 1 << 30)
+    monkeypatch.setattr(devices, "_available_ram", lambda: 1 << 30)
     engine = ms.DynamicInferenceEngine(ms.load(MODEL).model, ms.InferenceConfig())
     assert engine.config.total_gb == engine.context.config.total_gb == 0.5
     prompt = [7] * 600

@@ -10,7 +10,8 @@ from typing import Any
 import mambaslots as ms
 import soaking.rounds  # noqa: F401  (whose path has the oracles)
 import torch
-from mambaslots.inference.contexts.pool_sizes import GIGABYTE, PoolSizes
+from mambaslots.devices import GIGABYTE
+from mambaslots.inference.contexts.pool_sizes import PoolSizes
 from mambaslots.models import HybridConfig, HybridLM
 from mambaslots.replay.generate import GENERATORS, Draws
 from mambaslots.replay.trace import Tokens, TraceRequest

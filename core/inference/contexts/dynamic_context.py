@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...cache_stats import CacheStats
 from ...config import InferenceConfig
+from ...devices import GIGABYTE
 from ...state_spec import HybridStateSpec
 from .admission import Admission
 from .cache.pool_stats import Clock
@@ -17,7 +18,7 @@ from .cache.prefix_cache import PrefixCache
 from .device_memory import DeviceMemory
 from .dynamic_request import Batch, DynamicInferenceRequest, ScheduledRequest, TokenLedger
 from .padding import Padding, largest_shape
-from .pool_sizes import GIGABYTE, PoolSizes, with_total_gb
+from .pool_sizes import PoolSizes, with_total_gb
 from .request_states import EncodedStates, ReplayedStates, RequestStates
 from .step_builder import StepBuffer, StepBuilder
 from .step_inputs import StepInputs

@@ -1,24 +1,18 @@
 """How many KV blocks and durable slots a configuration buys, on one rank and on all of a model."""
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ...config import InferenceConfig
+from ...devices import GIGABYTE, available_gb
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX, ceil_div
 from .cache.memory import MemoryDivision, RankBudget, UnitSizes
 from .input_blocks import InputBlocks, input_bytes, input_shapes, tokens_of_input_block
 
-GIGABYTE = 1 << 30
-SHARE_OF_FREE_GPU = 0.85  # the rest is for activations, graphs and the libraries' workspaces
-SHARE_OF_FREE_RAM = 0.5
-MAX_GB_ON_CPU = 16.0
 _UNLIMITED = INT32_MAX + 2  # what a rank affords where a unit has no bytes. The minimum over the ranks counts
 
 NUM_STAGING_SLOTS = 2
@@ -173,39 +167,3 @@ def with_total_gb(config: InferenceConfig, device: torch.device) -> InferenceCon
     if config.total_gb is None and config.num_kv_blocks is None:
         return replace(config, total_gb=available_gb(device))
     return config
-
-
-def available_gb(device: torch.device) -> float:
-    """The memory that pools get where no size is given, in 2**30 bytes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return SHARE_OF_FREE_GPU * torch.cuda.mem_get_info(device)[0] / GIGABYTE
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun on this machine
-    return min(MAX_GB_ON_CPU, SHARE_OF_FREE_RAM * _available_ram() / GIGABYTE) / ranks
-
-
-def _available_ram() -> int:
-    """Bytes of RAM that this process may still use: of the machine, and of its control group."""
-    available = _kernel_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    if not available:  # no Linux: a guess
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    of_group = _group_ram(Path("/sys/fs/cgroup"))
-    return max(available if of_group is None else min(available, of_group), 0)
-
-
-def _group_ram(group: Path) -> int | None:
-    """Bytes that a control group (version 2) may still use, its idle page cache too; None: no limit."""
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # "max" is no limit
-        return None
-    return limit - max(used - _kernel_number(group / "memory.stat", "inactive_file"), 0)
-
-
-def _kernel_number(path: Path, name: str) -> int:
-    """The number after `name` in a file of the kernel that has one a line; 0 without it."""
-    try:
-        found = re.search(rf"^{name} +(\d+)", path.read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return 0 if found is None else int(found[1])

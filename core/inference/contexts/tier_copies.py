@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ...config import InferenceConfig
-from ...devices import on_device_of
+from ...devices import GIGABYTE, on_device_of
 from ...state_spec import HybridStateSpec
 from ...validation import INT32_MAX
 from .cache.state_tiers import StateCopies, StateTiers
-from .pool_sizes import GIGABYTE
 from .request_states import StatePool
 from .row_checksum import RowChecksum
 from .state_files import StateFiles

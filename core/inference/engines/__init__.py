@@ -6,7 +6,7 @@ through both classes: the engine checks its arguments and calls a method of the 
 inside `EngineCore.changing`; `resume` has nothing to undo. So a failed call is undone in one place, and a
 `LeadingEngine` makes the core's calls, and no others, on all ranks. Calls that only read are the engine's.
 
-dynamic_engine, arguments           the engine's calls; new requests from their arguments, checked here alone
+dynamic_engine, request_factory     the engine's calls; new requests from their arguments, checked here alone
 engine_core                         the calls that change an engine; undo of one that failed
 engine_description                  what serves the model, as an operator reads it
 scheduler, drafter                  which requests advance; guesses at their next tokens

@@ -12,9 +12,9 @@ from ...errors import QueueFullError
 from ...params_and_results import RequestResult, SamplingParams
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real, refused
 from ..contexts.cache.checkpoint_plan import CheckpointPlan
-from .arguments import Prompt, Salt
 from .dynamic_engine import DynamicInferenceEngine
 from .engine_thread import EngineThread
+from .request_factory import Prompt, Salt
 from .streams import Answer, AsyncStream, TokenStream
 
 _LONGEST_STEP_S = 10.0  # how long `drain` waits for the step after which requests are gone that it cancelled

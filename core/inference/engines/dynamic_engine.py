@@ -17,11 +17,11 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import NO_ID, DynamicInferenceRequest
 from ..contexts.pool_sizes import with_total_gb
 from ..contexts.step_inputs import Model
-from .arguments import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, prompts_with
 from .drafter import Drafter
 from .engine_core import EngineCore
 from .engine_description import description_of
 from .engine_observer import EngineObserver, StepReport
+from .request_factory import Prompt, RequestFactory, Salt, agreed_salt_key, checked_drafter, prompts_with
 from .streams import RequestSource, TokenStream
 
 logger = logging.getLogger(__name__)

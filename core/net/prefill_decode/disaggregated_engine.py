@@ -9,9 +9,9 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...inference.contexts.cache.hashing import salt_bytes
-from ...inference.engines.arguments import Prompt, Salt, checked_prompt
 from ...inference.engines.async_engine import AsyncEngine
 from ...inference.engines.dynamic_engine import DynamicInferenceEngine
+from ...inference.engines.request_factory import Prompt, Salt, checked_prompt
 from ...validation import LONGEST_TIMEOUT_S, instance, integer, real
 from .prefill_client import PrefillClient, RemotePrefill
 from .prefill_messages import check_engine

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from mambaslots.inference.contexts.cache.hashing import ENVIRONMENT_NAME, SaltKey
-from mambaslots.inference.engines.arguments import agreed_salt_key
+from mambaslots.inference.engines.request_factory import agreed_salt_key
 from mambaslots.parallel_groups import ParallelGroups
 
 ONE = ParallelGroups()

@@ -556,7 +556,7 @@ def test_a_request_of_time_zero_is_cancelled_like_any_other() -> None:
     """Clocks may start at zero; whether a request has an id does not depend on when it came."""
     engine = small_engine()
     with (
-        patch("mambaslots.inference.engines.arguments.time.perf_counter", return_value=0.0),
+        patch("mambaslots.inference.engines.request_factory.time.perf_counter", return_value=0.0),
         patch.object(engine, "_advance", side_effect=InjectedError),
         suppress(InjectedError),
     ):

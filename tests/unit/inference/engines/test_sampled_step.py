@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
 from mambaslots.inference.contexts.dynamic_request import DynamicInferenceRequest, ScheduledRequest
-from mambaslots.inference.engines.arguments import request_seed
 from mambaslots.inference.engines.drafter import accepted_tokens
 from mambaslots.inference.engines.logits_changes import LogitsChanges
+from mambaslots.inference.engines.request_factory import request_seed
 from mambaslots.inference.engines.step_runner import DeviceReadback, SampledStep
 from oracle.sampled_rows import sample_rows
 from oracle.serving import random_tokens, small_engine
