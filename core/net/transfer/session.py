@@ -393,6 +393,8 @@ class Destination(Session[bytes]):
             return
         # Without that wait, bytes that are unread here would reset the connection, and the reason be lost.
         end = time.monotonic() + GRACE_S
-        while any(map(listener.is_connected, refused_peers)) and time.monotonic() < end:
-            listener.receive(0.01)
-        listener.close()
+        try:
+            while any(map(listener.is_connected, refused_peers)) and time.monotonic() < end:
+                listener.receive(0.01)
+        finally:
+            listener.close()

@@ -1,12 +1,13 @@
 """One sequence in the cache: what it holds, and what its next step computes and stores in which slots."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from .block_tree import Parent
 from .checkpoint_plan import KINDS_BY_WORTH, Boundary, CheckpointPlan
 from .hashing import PrefixHashChain, token_bytes
 from .state_slots import StateSlots
@@ -155,20 +156,30 @@ class Reservations:
         self._slots, self._policy = slots, slots.policy
         self._planned: dict[int, int] = {}  # reserved slot -> the hash that the policy expects there
         self._placeholders: set[int] = set()  # planned hashes of no prefix
+        self._guessed_slots: set[int] = set()  # reserved ones, of whose states the policy does not know
 
-    def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:
-        """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states."""
+    def reserve[S: PathStep](
+        self, steps: Sequence[S], max_inner_states: int | None = None,
+        make_room: Callable[[int], None] | None = None,
+    ) -> list[S]:  # fmt: skip
+        """Reserve a slot for each boundary that has no state yet, as far as slots go; may evict states.
+
+        `make_room` adds free slots until so many are free, and may evict states, too.
+        """
         certain, guessed = self._missing_states(steps)
+        if make_room is not None and len(certain) > len(self._slots.free_slots):
+            make_room(len(certain))
+            certain, guessed = self._missing_states(steps)
         if not (certain or guessed):
             return list(steps)
         chosen = self._choose(list(certain.values()), max_inner_states)
         # Guesses evict nothing: drafts may be wrong, and a repeated answer's state may be cached.
         num_free = len(self._slots.free_slots) - len(chosen)
         guesses = [place for prefix_hash, place in guessed.items() if prefix_hash not in certain][:num_free]
-        self._placeholders.update(place.prefix_hash for place in guesses if not place.step.drafts)
         places = [*map(certain.__getitem__, chosen), *guesses]
         blocks = [place.step.block_at(place.boundary.position) for place in places]
         slots = self.reserve_planned(blocks, [place.prefix_hash for place in places])
+        self._guessed_slots.update(slots[len(chosen) :])
         destinations: dict[int, dict[int, int]] = {id(place.step): {} for place in places}
         for place, slot in zip(places, slots, strict=True):
             destinations[id(place.step)][place.boundary.position] = slot
@@ -183,27 +194,34 @@ class Reservations:
         """By hash, where to store the states that are not cached: certain ones, and guesses."""
         certain: dict[int, Place[S]] = {}
         guessed: dict[int, Place[S]] = {}
+        contents: dict[Parent, list[bytes]] = {}
         for step in steps:
             for boundary in step.boundaries:
                 place = Place(step, boundary, step.hash_at(boundary.position))
                 if place.prefix_hash in self._slots.cached_states.state_block_of_hash:
                     continue
-                if place.is_known or not (step.drafts or self._may_be_cached(place)):
+                if place.is_known or not (step.drafts or self._may_be_cached(place, contents)):
                     certain.setdefault(place.prefix_hash, place)
                 else:
                     guessed.setdefault(place.prefix_hash, place)
         return certain, guessed
 
-    def _may_be_cached[S: PathStep](self, place: Place[S]) -> bool:
-        """Whether there is a state of the tokens before the boundary, as far as these are known."""
+    def _may_be_cached[S: PathStep](self, place: Place[S], contents: dict[Parent, list[bytes]]) -> bool:
+        """Whether there is a state of the tokens before the boundary, as far as these are known.
+
+        `contents`: parent -> the tokens of its blocks with a state; filled where it is needed and empty.
+        """
         tree, path = self._slots.tree, place.step.path
         depth = place.boundary.position // path.chain.block_size_tokens
         parent = path.blocks[depth - 2] if depth > 1 else path.chain.root
         if isinstance(parent, int) and not tree.num_children[parent]:
             return False
+        if not contents:
+            for block in self._slots.cached_states.state_block_of_hash.values():
+                before, tokens = tree.content_of(block)
+                contents.setdefault(before, []).append(tokens)
         known_tokens = token_bytes(place.step.sequence[(depth - 1) * path.chain.block_size_tokens :])
-        cached = map(tree.content_of, self._slots.cached_states.state_block_of_hash.values())
-        return any(before == parent and content.startswith(known_tokens) for before, content in cached)
+        return any(tokens.startswith(known_tokens) for tokens in contents.get(parent, ()))
 
     def _choose[S: PathStep](self, places: list[Place[S]], max_inner_states: int | None) -> list[int]:
         """Plan these states, and evict for them; the hashes of those that get slots. Remembers the others."""
@@ -280,8 +298,10 @@ class Reservations:
         self._policy.insert_planned(*state)
         planned = self._planned.get(slot, state.prefix_hash)
         if planned != state.prefix_hash:
-            self._remove_planned(planned)
+            if slot not in self._guessed_slots:
+                self._remove_planned(planned)
             self._planned[slot] = state.prefix_hash
+        self._guessed_slots.discard(slot)
 
     def commit(self, slot: int, block: int) -> int:
         """Make a written slot findable as the block's state; returns the slot with that state now, or -1."""
@@ -292,6 +312,7 @@ class Reservations:
                 f"block of hash {planned}, whose state the slot is reserved for"
             )
         self._planned.pop(slot, None)
+        self._guessed_slots.discard(slot)
         (committed,) = self._slots.commit_slots([slot], [block])
         if committed != slot and planned:
             self._policy.remove_planned(planned)
@@ -301,8 +322,10 @@ class Reservations:
         """Free reserved slots without committing them."""
         for slot in slots:
             self._slots.release([slot])
-            if slot in self._planned:
-                self._remove_planned(self._planned.pop(slot))
+            planned = self._planned.pop(slot, None)
+            if planned is not None and slot not in self._guessed_slots:
+                self._remove_planned(planned)
+            self._guessed_slots.discard(slot)
 
     def abort(self) -> None:
         """Free all reserved slots that are not pinned."""
@@ -316,6 +339,7 @@ class Reservations:
         """Expect no state any more; the caller clears slots and policy."""
         self._planned.clear()
         self._placeholders.clear()
+        self._guessed_slots.clear()
 
     def _remove_planned(self, prefix_hash: int) -> None:
         if prefix_hash in self._placeholders:
@@ -328,6 +352,7 @@ class Reservations:
         """Raise AssertionError where a state is expected in a slot that is not reserved for it."""
         reserved, tree = self._slots.reserved, self._slots.tree
         assert self._planned.keys() <= reserved.keys(), "a state is planned for a slot that is not reserved"
+        assert self._guessed_slots <= self._planned.keys(), "a guess has no slot"
         for slot, planned in self._planned.items():
             prefix_hash = tree.hash_of(reserved[slot]) if reserved[slot] >= 0 else 0
             assert prefix_hash in (planned, 0), "a slot is reserved for another prefix's block"

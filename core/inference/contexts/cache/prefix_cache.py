@@ -281,11 +281,8 @@ class PrefixCache:
         Returns:
             The steps with their `destinations`.
         """
-        if self._unit_borrower:
-            wanted = {step.hash_at(boundary.position) for step in steps for boundary in step.boundaries}
-            cached = self.cached_states.state_block_of_hash
-            self._unit_borrower.borrow_slots(sum(prefix_hash not in cached for prefix_hash in wanted))
-        return self.reservations.reserve(steps, max_inner_states)
+        make_room = self._unit_borrower.borrow_slots if self._unit_borrower else None
+        return self.reservations.reserve(steps, max_inner_states, make_room)
 
     def commit(self, step: PathStep) -> dict[int, int]:
         """Make a launched step's states findable, after its blocks; returns boundary -> slot, or -1."""

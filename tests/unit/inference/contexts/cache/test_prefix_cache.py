@@ -13,10 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mambaslots.errors import KVBlockCapacityError, MambaSlotCapacityError
 from mambaslots.inference.contexts.cache.cached_states import CachedStates
 from mambaslots.inference.contexts.cache.checkpoint_plan import Boundary, CheckpointPlan
+from mambaslots.inference.contexts.cache.eviction import LRUEviction
 from mambaslots.inference.contexts.cache.hashing import PrefixHashChain
+from mambaslots.inference.contexts.cache.memory import MemoryDivision, UnitShape
 from mambaslots.inference.contexts.cache.paths import PathStep
 from mambaslots.inference.contexts.cache.pool_stats import AGE_BOUNDS_S
 from mambaslots.inference.contexts.cache.prefix_cache import PrefixCache
+from mambaslots.inference.contexts.cache.unit_borrower import UnitBorrower
 from oracle.kv_index import eviction_order
 
 SIZE = 2  # tokens of a block
@@ -118,7 +121,25 @@ def test_a_cache_that_is_off_lends_blocks_and_keeps_nothing():
     assert cache.stats().num_free_kv_blocks == 4
 
 
-@pytest.mark.parametrize("policy", ["lru", "value"])
+class StrictPolicy(LRUEviction):
+    """Fails for a planned state that it was not told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.planned = set()
+
+    def insert_planned(self, hashes, depth, kind, ticket):
+        self.planned.add(hashes[depth - 1])
+
+    def set_hashes(self, slots, hashes, hashes_to):
+        super().set_hashes(slots, hashes, hashes_to)
+        self.planned.difference_update(hashes)
+
+    def remove_planned(self, prefix_hash):
+        self.planned.clear() if prefix_hash is None else self.planned.remove(prefix_hash)
+
+
+@pytest.mark.parametrize("policy", ["lru", "value", StrictPolicy], ids=str)
 def test_a_state_that_a_token_still_on_the_device_may_repeat_evicts_none(policy):
     cache = PrefixCache(12, 3, SIZE, policy)
     paths = [computed(cache, tokens, [len(tokens)]) for tokens in ([1, 2, 3, 4], [9, 9])]
@@ -147,6 +168,19 @@ def test_a_state_that_a_token_still_on_the_device_may_repeat_evicts_none(policy)
     assert cache.stats().num_states_evicted == 0
     decodes([1, 2, 6])
     assert cache.stats().num_states_evicted == 1
+
+
+def test_only_states_that_are_not_cached_borrow_memory_from_kv(monkeypatch):
+    division = MemoryDivision(UnitShape(1, 2), 0, 7, 2)
+    cache = PrefixCache(division.num_kv_blocks, division.num_durable_slots, SIZE, division=division)
+    computed(cache, [1, 2, 3, 4], [4])
+    borrowed = []
+    monkeypatch.setattr(UnitBorrower, "borrow_slots", lambda self, num_slots: borrowed.append(num_slots))
+    monkeypatch.setattr(cache.slots, "free_slots", [])
+    for known, count in ([1, 2, 3], 0), ([1, 2, 5], 1):
+        path, boundaries = opened(cache, known), (Boundary(4, "decode"),)
+        cache.reserve([PathStep(path, known, 3, 4, decoding=True, boundaries=boundaries)])
+        assert borrowed == [1] * count
 
 
 def test_a_path_holds_no_more_blocks_than_its_table_row_has_entries():
