@@ -285,7 +285,7 @@ PARTS: dict[str, float] = {}
 def time_parts() -> None:
     """Have the functions that make up a hand-over add their time to `PARTS`."""
     for owner, name in (
-        (hand_over, "forest_of"), (session, "encode"), (session, "decode"),
+        (hand_over, "forest_of"), (session, "decode"),
         (session, "send_pieces"), (session, "receive_pieces"), (pieces.PartCopies, "__init__"),
         (pieces.PartCopies, "between"), (pieces.PartCopies, "gather"),
         (pieces.PartCopies, "scatter"), (RowChecksum, "__call__"),

@@ -116,7 +116,7 @@ def lose(order: dict[str, Any], pipe: Any, reached: Callable[[], None]) -> None:
     elif moment == "connecting":
         before(session, "Link" if order["side"] == "source" else "Listener", act)
     elif moment == "all pieces":
-        before(session, "Checksums" if order["side"] == "source" else "Received", act)
+        before(session.messages, "Checksums" if order["side"] == "source" else "Received", act)
     else:
         before(pipe, moves, act, 3 if moment == "third piece" else 1)
 

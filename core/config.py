@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from .inference.contexts.cache.checkpoint_plan import CheckpointPlan
 from .inference.contexts.cache.eviction import PolicyChoice, checked_policy
 from .inference.contexts.cache.hashing import key_bytes
-from .validation import INT32_MAX, boolean, check_fields, instance, integer, one_of, real, set_field, shown
+from .validation import INT32_MAX, boolean, check_fields, instance, integer, one_of, real, refused, set_field
 
 if TYPE_CHECKING:
     import torch
@@ -132,47 +132,35 @@ class InferenceConfig:
         ):
             count = getattr(self, name)
             if count is not None and self.total_gb is not None:
-                raise ValueError(
-                    f"total_gb is {self.total_gb} and {name} is {shown(count)}; accepted: total_gb alone, or "
-                    "a size for each pool"
-                )
+                sizes = f"total_gb is {self.total_gb} and {name} is {count!r}"
+                raise ValueError(f"{sizes}; accepted: total_gb alone, or a size for each pool")
             if needed and not by_memory and (count is None or (type(count) is int and count == 0)):
                 raise ValueError(f"{name} is {count}; accepted: an integer from 1 on, or total_gb{hint}")
             check_fields(self, integer, or_none=True, **{name: (int(needed), INT32_MAX)})
         if self.max_tokens_per_step < self.max_requests:
-            raise ValueError(
-                f"max_tokens_per_step is {self.max_tokens_per_step}; accepted: at least max_requests "
-                f"({self.max_requests}), because every running request decodes one token a step"
-            )
+            accepted = f"at least max_requests ({self.max_requests}), as each running request decodes a token"
+            raise refused("max_tokens_per_step", self.max_tokens_per_step, accepted)
         if self.enable_prefix_caching:
             if self.block_size_tokens >= self.max_sequence_length:
-                raise ValueError(
-                    f"block_size_tokens is {self.block_size_tokens}; accepted: less than max_sequence_length "
-                    f"({self.max_sequence_length}), or no prompt ever holds a whole block to share"
-                )
+                accepted = f"less than max_sequence_length ({self.max_sequence_length})"
+                raise refused("block_size_tokens", self.block_size_tokens, accepted)
             if self.max_tokens_per_step < self.block_size_tokens:
-                raise ValueError(
-                    f"max_tokens_per_step is {self.max_tokens_per_step}; accepted: at least "
-                    f"block_size_tokens ({self.block_size_tokens})"
-                )
+                accepted = f"at least block_size_tokens ({self.block_size_tokens})"
+                raise refused("max_tokens_per_step", self.max_tokens_per_step, accepted)
             self.checkpoint_plan.check_block_size(self.block_size_tokens)
 
     def _check_tiers(self) -> None:
         if self.host_cache_gb and not self.enable_prefix_caching:
-            raise ValueError(
-                f"host_cache_gb is {self.host_cache_gb}; accepted: 0.0 where enable_prefix_caching is False, "
-                "because no state is cached"
-            )
+            accepted = "0.0 where enable_prefix_caching is False, because no state is cached"
+            raise refused("host_cache_gb", self.host_cache_gb, accepted)
         if self.disk_cache is None:
             return
         pair = self.disk_cache
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-            raise ValueError(f"disk_cache is {shown(pair)}; accepted: a directory and GB, or None")
+            raise refused("disk_cache", pair, "a directory and GB, or None")
         if not self.host_cache_gb:
-            raise ValueError(
-                f"disk_cache is {pair}; accepted: None where host_cache_gb is 0.0, because files are read "
-                "and written by way of host memory"
-            )
+            accepted = "None where host_cache_gb is 0.0, because files pass through host memory"
+            raise refused("disk_cache", pair, accepted)
         set_field(self, "disk_cache", (pair[0], real("disk_cache[1]", pair[1], 0.0, _MAX_GB)))
 
     def _check_execution(self) -> None:

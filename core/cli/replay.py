@@ -97,10 +97,8 @@ def settings_of(options: argparse.Namespace) -> list[ReplaySetting]:
         "host_gb": options.host_gb,
     }
     if options.block_size_tokens % shape.grid_tokens:
-        raise ValueError(
-            f"--block-size-tokens is {options.block_size_tokens}; accepted for {shape.name}: a multiple of "
-            f"{shape.grid_tokens}"
-        )
+        accepted = f"accepted for {shape.name}: a multiple of {shape.grid_tokens}"
+        raise ValueError(f"--block-size-tokens is {options.block_size_tokens}; {accepted}")
     return [
         *(ReplaySetting(shape, state_gb, options.kv_gb, **common) for state_gb in dict.fromkeys(budgets)),
         *(ReplaySetting(shape, total_gb=gb, **common) for gb in dict.fromkeys(options.total_gb or [])),

@@ -96,8 +96,8 @@ class BuiltContext:
     def __init__(self, context: Any, number: int) -> None:
         self.number = number
         self.idle_reason = idle_reason(context)
-        policy = context.prefix_caching_eviction_policy.name
-        self.is_short_lived = not self.idle_reason and policy == "REF_ZERO"
+        policy = getattr(context, "prefix_caching_eviction_policy", None)
+        self.is_short_lived = not self.idle_reason and getattr(policy, "name", policy) == "REF_ZERO"
         self._context = weakref.ref(context)
         self._record = record_of(context)
 

@@ -106,7 +106,7 @@ def _say(line: str) -> None:
 
 
 def described(contexts: Sequence[BuiltContext]) -> list[str]:
-    """Lines of text: one that counts the contexts, and up to three for each of them."""
+    """Lines of text: one that counts the contexts, and up to four for each of them."""
     if not contexts:
         return [
             "no DynamicInferenceContext was built, so mambaslots had nothing to do; in the script, build "

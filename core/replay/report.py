@@ -199,8 +199,8 @@ def budget_of(setting: ReplaySetting) -> tuple[str, float]:
     host = f"{setting.host_gb:g} GB of the host" if setting.host_gb else ""
     if setting.total_gb is not None:
         return f"for states and KV together{f', with {host}' if host else ''}", setting.total_gb
-    kv = f"{setting.kv_gb:g} GB for KV"
-    return f"for states, with {f'{kv} and {host}' if host else kv}", setting.state_gb or 0.0
+    kv = f"{setting.kv_gb:g} GB for KV{f' and {host}' if host else ''}"
+    return f"for states, with {kv}", setting.state_gb or 0.0
 
 
 def sizing_sentences(results: Sequence[CellResult], unlimited: dict[str, float], cache: str) -> list[str]:

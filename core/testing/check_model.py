@@ -14,7 +14,7 @@ from ..inference.contexts.step_inputs import Model, StepInputs, StepShape
 from ..inference.engines.dynamic_engine import DynamicInferenceEngine
 from ..params_and_results import SamplingParams
 from ..state_spec import HybridStateSpec
-from ..validation import INT32_MAX, ceil_div, integer, integers, real, shown
+from ..validation import INT32_MAX, ceil_div, integer, integers, real, refused, shown
 from .rules import ModelError, Rule
 from .step_memory import StepMemory
 
@@ -111,10 +111,8 @@ def _texts(spec: HybridStateSpec, vocabulary: Sequence[int] | None, seed: int) -
     ids = list(range(spec.vocab_size)) if vocabulary is None else vocabulary
     ids = list(dict.fromkeys(integers("vocabulary", ids, 0, spec.vocab_size - 1)))
     if len(ids) < 3:
-        raise ValueError(
-            f"vocabulary is {shown(vocabulary)}; accepted: at least three different token ids below the "
-            f"model's vocab_size ({spec.vocab_size})"
-        )
+        accepted = f"at least three different token ids below the model's vocab_size ({spec.vocab_size})"
+        raise refused("vocabulary", vocabulary, accepted)
     generator = torch.Generator().manual_seed(seed)
     firsts = torch.randperm(len(ids), generator=generator, device="cpu")[:3].tolist()
     tails = torch.randint(len(ids), (3, 4 * block + 3), generator=generator, device="cpu").tolist()

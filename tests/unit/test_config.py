@@ -37,7 +37,10 @@ def test_a_configuration_has_at_most_twenty_fields() -> None:
         ({"free_memory": True}, "free_memory is True; accepted: one of 'keep', 'zero'"),
         ({"salt_key": "short"}, "salt_key is 5 bytes; accepted: bytes or a str of at least 16 bytes"),
         ({"eviction_policy": "fifo"}, "'fifo'; accepted: one of 'value', 'lru'"),
-        ({"block_size_tokens": 4096, "max_tokens_per_step": 8192}, "no prompt ever holds a whole block"),
+        (
+            {"block_size_tokens": 4096, "max_tokens_per_step": 8192},
+            r"block_size_tokens is 4096; accepted: less than max_sequence_length \(4096\)",
+        ),
         (
             {"max_tokens_per_step": 40, "block_size_tokens": 64},
             "max_tokens_per_step is 40; accepted: at least block_size_tokens",

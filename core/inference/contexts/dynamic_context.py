@@ -12,6 +12,7 @@ from ...cache_stats import CacheStats
 from ...config import InferenceConfig
 from ...devices import GIGABYTE
 from ...state_spec import HybridStateSpec
+from ...validation import refused
 from .admission import Admission
 from .cache.pool_stats import Clock
 from .cache.prefix_cache import PrefixCache
@@ -56,10 +57,8 @@ class DynamicInferenceContext:
         self.spec = spec
         self.config = config = with_total_gb(config, spec.device)
         if config.enable_prefix_caching and config.block_size_tokens % spec.grid:
-            raise ValueError(
-                f"block_size_tokens is {config.block_size_tokens}; accepted: a multiple of {spec.grid}, "
-                "because a state is taken at the end of a block, and must exist there"
-            )
+            accepted = f"a multiple of {spec.grid}, because states are taken at the ends of blocks"
+            raise refused("block_size_tokens", config.block_size_tokens, accepted)
         self._chunk_size = spec.chunk_tokens(config.block_size_tokens)
         sizes = PoolSizes.of(config, spec)
         check_replays(spec, config)

@@ -75,9 +75,7 @@ class Observers:
 
     def add(self, observer: EngineObserver) -> None:
         if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in _CALLS):
-            raise ValueError(
-                f"observer is {shown(observer)}; accepted: an object with the methods {', '.join(_CALLS)}"
-            )
+            raise refused("observer", observer, f"an object with the methods {', '.join(_CALLS)}")
         if all(observer is not known for known in self.known):
             self.known = (*self.known, observer)
 

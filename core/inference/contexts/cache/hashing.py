@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ....validation import refused, shown
+from ....validation import refused
 
 PUBLIC_ROOT = hashlib.sha256(b"mambaslots.root\0").digest()
 """The root of chains without a salt, the same in every process."""
@@ -117,10 +117,8 @@ def salt_bytes(name: str, salt: object) -> bytes | None:
     if salt is None:
         return None
     if not isinstance(salt, bytes | str) or not salt:
-        raise ValueError(
-            f"{name} is {shown(salt)}; accepted: bytes or a str that is not empty, or None to share with all "
-            "requests that have no salt"
-        )
+        accepted = "bytes or a str that is not empty, or None to share with all requests that have no salt"
+        raise refused(name, salt, accepted)
     if isinstance(salt, bytes):
         return salt
     try:
