@@ -32,6 +32,8 @@ from .dtypes_and_strides import check_slots
 from .step_rows import ScanRows
 from .tiles import any_index, load_tile
 
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
 OPERAND_TOKENS, OPERAND_WARPS = 32, 4
 
 
@@ -364,8 +366,6 @@ def delta_update_kernel(
                 place = states + destination * slot_stride + within
                 tl.store(place, state.to(states.dtype.element_ty), mask=inside)
 
-
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 CHUNK_SIZES = (16, 32, 64)  # chunk sizes that fla-core's stages take
 MAX_KEY_DIM = 256
