@@ -20,6 +20,7 @@ from .reference.torch_token_draws import TokenDraw
 BLOCK = 4096
 NUM_WARPS = 16
 _ROW_ALIGNMENT = 8  # elements; torch's softmax adds in another order in rows that are not aligned
+ROW, INVERSE_TEMPERATURE, TOP_K, NEEDED_PARTS, UNIFORM, LEAST_SCORE = map(tl.constexpr, range(6))
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
@@ -28,7 +29,7 @@ def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence
     limits = torch.finfo(dtype)
     temperatures = [min(max(draw.temperature, limits.tiny), limits.max) for draw in draws]
     top_k = [draw.top_k if draw.top_k < vocabulary else 0 for draw in draws]
-    listed = [
+    listed = [  # a list for each of ROW to LEAST_SCORE, in their order
         [draw.row for draw in draws],
         torch.tensor(temperatures, dtype=dtype, device="cpu").reciprocal().tolist(),
         top_k,
@@ -65,13 +66,13 @@ def score_kernel(
 ):  # fmt: skip
     """(logits - largest) / temperature of a block of a draw's row; -inf where min_p cuts, or nothing is."""
     draw = tl.program_id(0).to(tl.int64)
-    row = tl.load(settings + draw).to(tl.int64)
-    inverse = tl.load(settings + num_draws + draw).to(scores.dtype.element_ty)
+    row = tl.load(settings + ROW * num_draws + draw).to(tl.int64)
+    inverse = tl.load(settings + INVERSE_TEMPERATURE * num_draws + draw).to(scores.dtype.element_ty)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row * logits_row_stride + token, mask=token < vocabulary, other=0)
     peak = tl.load(largest + row).to(scores.dtype.element_ty)
     score = (logit.to(scores.dtype.element_ty) - peak) * inverse
-    least = tl.load(settings + 5 * num_draws + draw).to(scores.dtype.element_ty)
+    least = tl.load(settings + LEAST_SCORE * num_draws + draw).to(scores.dtype.element_ty)
     score = tl.where((token < vocabulary) & ~(score < least), score, -float("inf"))
     tl.store(scores + draw * width + token, score, mask=token < width)
 
@@ -87,7 +88,7 @@ def top_k_kernel(
 ):  # fmt: skip
     """Set all but a draw's top_k highest scores to -inf; nothing is read or written where top_k is 0."""
     draw = tl.program_id(0).to(tl.int64)
-    top_k = tl.load(settings + 2 * num_draws + draw).to(tl.int64)
+    top_k = tl.load(settings + TOP_K * num_draws + draw).to(tl.int64)
     if top_k > 0:
         scores += draw * width
         cut, last = _head(scores, top_k, vocabulary, True, BLOCK)
@@ -111,9 +112,9 @@ def draw_kernel(
     """Cut a draw's probabilities to the head that has the needed parts, if any are, and draw a token."""
     draw = tl.program_id(0).to(tl.int64)
     probabilities += draw * width
-    row = tl.load(settings + draw).to(tl.int64)
-    needed = tl.load(settings + 3 * num_draws + draw).to(tl.int64)
-    uniform = tl.load(settings + 4 * num_draws + draw)
+    row = tl.load(settings + ROW * num_draws + draw).to(tl.int64)
+    needed = tl.load(settings + NEEDED_PARTS * num_draws + draw).to(tl.int64)
+    uniform = tl.load(settings + UNIFORM * num_draws + draw)
     cut = tl.zeros([], tl.int64)
     last = tl.zeros([], tl.int64) + vocabulary
     mass = tl.zeros([], tl.float64) + 1
