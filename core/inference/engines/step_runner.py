@@ -16,8 +16,8 @@ from ..contexts.dynamic_context import DynamicInferenceContext
 from ..contexts.dynamic_request import Batch
 from ..contexts.padding import invariant_padding
 from ..contexts.step_inputs import Model, StepInputs, StepShape
-from ..kernels.reference.torch_token_draws import WHOLE, TokenDraw
 from ..kernels.sampling import log_probs_of, sample, top_log_probs
+from ..kernels.step_rows import WHOLE, TokenDraw
 from .cuda_graphs import GraphRunner
 from .drafter import accepted_tokens
 from .engine_observer import NewTokens

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .dtypes_and_strides import compute_dtype
-from .reference.torch_attention import score_scale
+from .dtypes_and_strides import compute_dtype, score_scale
 from .step_rows import AttentionRows
 
 if TYPE_CHECKING:

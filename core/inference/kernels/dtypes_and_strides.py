@@ -1,4 +1,4 @@
-"""The dtype that kernels compute in, and the strides that they accept."""
+"""The dtype that kernels compute in, the scale of scores, and the strides that kernels accept."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,11 @@ from torch import Tensor
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which norms, decays, scores and states of a `dtype` model are computed."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def score_scale(scale: float | None, head_dim: int) -> float:
+    """What attention multiplies scores by: `scale`, or what None stands for."""
+    return float(head_dim**-0.5) if scale is None else scale
 
 
 def dense(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .dtypes_and_strides import compute_dtype
 from .kernel_set import runs_triton
-from .reference.torch_token_draws import TokenDraw
+from .step_rows import TokenDraw
 
 LOG_PROB_ROWS = 256
 """The log-probs of so many rows of logits are computed at once, so that they take little memory."""

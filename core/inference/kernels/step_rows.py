@@ -1,13 +1,16 @@
 """The rows of a step as kernels read them: where each row's tokens, states and inputs lie.
 
 `ConvRows`, `ScanRows` and `TailRows` are a step's prefill rows, packed one after another, `ReplayRows` its
-decode rows, and `AttentionRows` all of them. `StepInputs` makes one of each kind for all layers.
+decode rows, and `AttentionRows` all of them. `StepInputs` makes one of each kind for all layers. After the
+layers, a `TokenDraw` says how a row's token is drawn.
 """
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
 
+WHOLE = 1 << 53  # how many parts make up probability 1
 FEW_ROWS = 8  # a step with at most so many tokens multiplies by `few_rows` where bits are promised
 
 
@@ -107,6 +110,27 @@ class TailRows(NamedTuple):
     starts: Tensor  # [rows] the packed token that begins the tail; the row's end where there is none
     query_start_loc: Tensor  # [rows + 1] where each row's tokens start; trailing total
     input_blocks: Tensor | None = None  # as in `ReplayRows`
+
+
+class TokenDraw(NamedTuple):
+    """The draw of one token. Of equally likely tokens those with the lowest ids are kept."""
+
+    row: int  # of the logits
+    temperature: float  # divides the logits, > 0; clamped to the normal numbers of the scores' dtype
+    top_k: int  # keep the k most likely tokens; 0 keeps all
+    top_p: float  # keep the smallest set of most likely tokens that reaches this probability, in (0, 1]
+    uniform: float  # a random number in [0, 1)
+    min_p: float = 0.0  # keep tokens at least so many times as likely as the most likely one
+
+    @property
+    def least_score(self) -> float:
+        """What a token's logit is below the largest one at most, after the temperature."""
+        return math.log(self.min_p) if self.min_p else -math.inf
+
+    @property
+    def needed_parts(self) -> int:
+        """`top_p` in parts."""
+        return math.ceil(self.top_p * WHOLE)
 
 
 def input_table(rows: ReplayRows | TailRows) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...devices import tensor_on
 from ...validation import ceil_div
 from .dtypes_and_strides import dense
-from .reference.torch_token_draws import TokenDraw
+from .step_rows import TokenDraw
 
 BLOCK = 4096
 NUM_WARPS = 16

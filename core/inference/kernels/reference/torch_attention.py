@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....validation import ceil_div
-from ..dtypes_and_strides import compute_dtype
+from ..dtypes_and_strides import compute_dtype, score_scale
 from ..step_rows import AttentionRows
 
 
@@ -52,8 +52,3 @@ def paged_attention(
             attended = scores.softmax(-1) @ values
             out[part] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
     return out
-
-
-def score_scale(scale: float | None, head_dim: int) -> float:
-    """What attention multiplies scores by: `scale`, or what None stands for."""
-    return float(head_dim**-0.5) if scale is None else scale

@@ -5,37 +5,13 @@ probability exceeds the row's random number. Probabilities are rounded down to m
 summed as integers, so that a row's token depends neither on an order of addition nor on other rows.
 """
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..dtypes_and_strides import compute_dtype
-
-WHOLE = 1 << 53  # how many parts make up probability 1
-
-
-class TokenDraw(NamedTuple):
-    """The draw of one token. Of equally likely tokens those with the lowest ids are kept."""
-
-    row: int  # of the logits
-    temperature: float  # divides the logits, > 0; clamped to the normal numbers of the scores' dtype
-    top_k: int  # keep the k most likely tokens; 0 keeps all
-    top_p: float  # keep the smallest set of most likely tokens that reaches this probability, in (0, 1]
-    uniform: float  # a random number in [0, 1)
-    min_p: float = 0.0  # keep tokens at least so many times as likely as the most likely one
-
-    @property
-    def least_score(self) -> float:
-        """What a token's logit is below the largest one at most, after the temperature."""
-        return math.log(self.min_p) if self.min_p else -math.inf
-
-    @property
-    def needed_parts(self) -> int:
-        """`top_p` in parts."""
-        return math.ceil(self.top_p * WHOLE)
+from ..step_rows import WHOLE, TokenDraw
 
 
 def draw_tokens(tokens: Tensor, logits: Tensor, largest: Tensor, draws: Sequence[TokenDraw]) -> None:
