@@ -89,6 +89,9 @@ _Chunk = namedtuple("_Chunk", "keys table input_stride beta inverse r end in_key
 """What new rows read; the block row r is solved, of tokens before `end`."""
 _Block = namedtuple("_Block", "token is_real is_new key strength query pair diagonal decays decay")
 """The 16 tokens of block row r. `pair`: where rows of inverse and of scores go; None without `query`."""
+_Near = namedtuple("_Near", "key strength above")
+_Columns = namedtuple("_Columns", "key strength above far_key far_strength far_rows near_rows")
+"""The block before r, and those before that: keys, gates, and rows of the inverse in both."""
 
 
 @triton.jit
@@ -213,9 +216,9 @@ def _load_columns(
         far_rows = tl.load(chunk.inverse + inverse_offset(f[:, None], f[None, :]), mask=is_stored, other=0.0)
         of_near = inverse_offset(near[:, None], f[None, :])
         near_rows = tl.load(chunk.inverse + of_near, mask=is_near[:, None] & is_far[None, :], other=0.0)
-        return near_key, near_strength, above, far_key, far_strength, far_rows, near_rows
+        return _Columns(near_key, near_strength, above, far_key, far_strength, far_rows, near_rows)
     else:
-        return near_key, near_strength, above
+        return _Near(near_key, near_strength, above)
 
 
 @triton.jit
@@ -224,17 +227,16 @@ def _wide_columns(chunk, block, columns, chunk_size: tl.constexpr):
     operand: tl.constexpr = chunk.keys.dtype.element_ty
     precision: tl.constexpr = "tf32" if chunk_size == 64 else "ieee"
     FAR: tl.constexpr = chunk_size - 32
-    i = tl.arange(0, 16)
-    is_near = (i >= 0) & (chunk.r > 0)
+    is_near = (tl.arange(0, 16) >= 0) & (chunk.r > 0)
     near = tl.where(is_near, block.token - 16, 0)
-    key, strength, above = columns[0], columns[1], columns[2]
+    key, strength = columns.key, columns.strength
     of_column = tl.gather(block.decays, near, 0)
     left = tl.dot(block.key, tl.trans(key))
     is_before = block.is_real[:, None] & is_near[None, :]
     left = _coupled(left, is_before, block.decay, of_column) * block.strength[:, None]
     is_stored = block.is_new[:, None] & is_near[None, :]
     nearest = tl.dot(block.diagonal, left, input_precision=precision)
-    nearest = -tl.dot(nearest, above, input_precision=precision)
+    nearest = -tl.dot(nearest, columns.above, input_precision=precision)
     of_near = inverse_offset(block.token[:, None], near[None, :])
     tl.store(chunk.inverse + of_near, nearest, mask=is_stored)
     read_key = tl.zeros(block.key.shape, dtype=tl.float32)
@@ -243,14 +245,14 @@ def _wide_columns(chunk, block, columns, chunk_size: tl.constexpr):
         _store_scores(block, key, is_stored, near, of_column, chunk_size)
         near_key = (key * strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
     if FAR > 0:
-        key, strength, far_rows, near_rows = columns[3], columns[4], columns[5], columns[6]
+        key, strength = columns.far_key, columns.far_strength
         f = tl.arange(0, FAR)
         is_far = f < 16 * chunk.r - 16
         of_column = tl.gather(block.decays, f, 0)
         far_left = tl.dot(block.key, tl.trans(key))
         far_left = _coupled(far_left, block.is_real[:, None] & is_far[None, :], block.decay, of_column)
-        sums = tl.dot(far_left * block.strength[:, None], far_rows, input_precision=precision)
-        sums = tl.dot(left, near_rows, sums, input_precision=precision)
+        sums = tl.dot(far_left * block.strength[:, None], columns.far_rows, input_precision=precision)
+        sums = tl.dot(left, columns.near_rows, sums, input_precision=precision)
         further = -tl.dot(block.diagonal, sums, input_precision=precision)
         is_stored = block.is_new[:, None] & is_far[None, :]
         tl.store(chunk.inverse + inverse_offset(block.token[:, None], f[None, :]), further, mask=is_stored)
@@ -284,9 +286,8 @@ def _serial_columns(
         of_key = _in_block(chunk, c, column < chunk.end, block_tokens, key_stride)
         key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=chunk.in_key, other=0.0)
         is_stored = column[:, None] // 16 >= t[None, :] // 16
-        above = tl.load(
-            chunk.inverse + inverse_offset(column[:, None], t[None, :]), mask=is_stored, other=0.0
-        )
+        above_ptrs = chunk.inverse + inverse_offset(column[:, None], t[None, :])
+        above = tl.load(above_ptrs, mask=is_stored, other=0.0)
         of_column = tl.gather(block.decays, column, 0)
         left = tl.dot(block.key, tl.trans(key))
         left = _coupled(left, block.is_real[:, None], block.decay, of_column) * block.strength[:, None]

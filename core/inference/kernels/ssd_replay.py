@@ -106,6 +106,8 @@ _Steps = namedtuple("_Steps", "dt token_stride offset length rate before")
 """A head's time steps of new tokens, its A, and the sum of dt * A of the kept tokens."""
 _NewTokens = namedtuple("_NewTokens", "m token is_new inside")
 """A tile of new tokens: their numbers in the chunk and in the step; inside also of the program's channels."""
+_Shared = namedtuple("_Shared", "k x_places scores")
+"""What heads share: tokens of the chunk, their places in the kept x, and their scores."""
 
 
 @triton.jit
@@ -201,7 +203,7 @@ def _output_of_head(
     x_new = chunk.x + head * chunk.x_head_stride + p
     if chunk_size <= BLOCK_K:  # Triton loads ahead in a loop that has no loop inside
         acc = add_inputs(
-            acc, shared[2], m, decay_m, shared[0], shared[1], x_kept, x_new, chunk.x_token_stride,
+            acc, shared.scores, m, decay_m, shared.k, shared.x_places, x_kept, x_new, chunk.x_token_stride,
             is_channel, kept_dt, steps, tokens, log_offset, operand,
         )  # fmt: skip
     else:
@@ -342,20 +344,20 @@ def ssd_replay_kernel(
     p = first_p + tl.arange(0, BLOCK_P)
     is_channel = p < head_dim
     if chunk_size <= BLOCK_K:
-        of_chunk = tl.arange(0, BLOCK_K)
-        is_old = of_chunk < offset
-        x_of_chunk = places(table, of_chunk, is_old, x_input_stride, block_tokens, heads * head_dim)
-        B_of_chunk = places(table, of_chunk, is_old, B_input_stride, block_tokens, groups * state_dim)
+        chunk_k = tl.arange(0, BLOCK_K)
+        is_old = chunk_k < offset
+        x_places = places(table, chunk_k, is_old, x_input_stride, block_tokens, heads * head_dim)
+        B_places = places(table, chunk_k, is_old, B_input_stride, block_tokens, groups * state_dim)
     for tile in range(M_TILES):
         first_m = (offset // BLOCK_M * BLOCK_M if ALIGNED else offset) + tile * BLOCK_M
         if first_m < end:
             m = first_m + tl.arange(0, BLOCK_M)
             is_new = (m >= offset) & (m < end)
             new = _NewTokens(m, m - offset, is_new, is_new[:, None] & is_channel[None, :])
-            shared = None  # tokens of the chunk, their places in the kept x, and scores, of all heads
+            shared = None
             if chunk_size <= BLOCK_K:
-                scores = scores_of(chunk, of_chunk, B_of_chunk, new, state_dim, operand, BLOCK_N)
-                shared = (of_chunk, x_of_chunk, scores)
+                scores = scores_of(chunk, chunk_k, B_places, new, state_dim, operand, BLOCK_N)
+                shared = _Shared(chunk_k, x_places, scores)
             for head in range(first_head, first_head + BLOCK_H):
                 rate = tl.load(A + head * A_stride).to(tl.float32)
                 skip = tl.load(D + head * D_stride).to(tl.float32)
