@@ -230,8 +230,8 @@ def combine_segments_kernel(
         for number in tl.static_range(TOGETHER):
             at = tl.cast(first + number, tl.int64)
             exists = first + number < count
-            of_sum = sums + at * earlier_sums_segment_stride
-            log_sum = tl.load(of_sum, mask=real & exists, other=float("-inf"))
+            sum_ptrs = sums + at * earlier_sums_segment_stride
+            log_sum = tl.load(sum_ptrs, mask=real & exists, other=float("-inf"))
             part = tl.load(parts + at * earlier_segment_stride, mask=inside & exists, other=0.0)
             loaded = loaded + (log_sum, part)
         for number in tl.static_range(TOGETHER):

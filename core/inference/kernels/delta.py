@@ -234,22 +234,22 @@ def _chunk(
     n = tl.arange(0, BLOCK_K)
     token = start + tl.arange(0, chunk_size)
     real = token < end
-    of_state = n[:, None] * value_dim + p[None, :]
-    of_value = token[:, None] * (heads * value_dim) + p[None, :]
+    state_offsets = n[:, None] * value_dim + p[None, :]
+    value_offsets = token[:, None] * (heads * value_dim) + p[None, :]
     in_state = (n < key_dim)[:, None] & (p < value_dim)[None, :]
     in_value = real[:, None] & (p < value_dim)[None, :]
 
     rounded = state.to(operand)
-    tl.store(entering + of_state, rounded, mask=in_state)
+    tl.store(entering + state_offsets, rounded, mask=in_state)
     decay = tl.load(log_decays + token * heads, mask=real, other=0.0)
     decay_of_chunk = tl.load(log_decays + (end - 1) * heads)
-    written_value = tl.load(written + of_value, mask=in_value, other=0.0).to(tl.float32)
+    written_value = tl.load(written + value_offsets, mask=in_value, other=0.0).to(tl.float32)
     state *= tl.exp2(decay_of_chunk)
     if SLICE == 0:
-        of_key = token[:, None] * (heads * key_dim) + n[None, :]
-        read_key = tl.load(read_keys + of_key, mask=real[:, None] & (n < key_dim)[None, :], other=0.0)
+        key_offsets = token[:, None] * (heads * key_dim) + n[None, :]
+        read_key = tl.load(read_keys + key_offsets, mask=real[:, None] & (n < key_dim)[None, :], other=0.0)
         value = written_value - tl.dot(read_key, rounded)
-        tl.store(new_values + of_value, value.to(operand), mask=in_value)
+        tl.store(new_values + value_offsets, value.to(operand), mask=in_value)
         key = load_tile(keys + n[:, None] + token[None, :] * (key_heads * key_dim), n < key_dim, real)
         value *= tl.where(real, tl.exp2(decay_of_chunk - decay), 0.0)[:, None]
         state = tl.dot(key, value.to(operand), state)
@@ -258,21 +258,21 @@ def _chunk(
         read_value = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
         for first_n in range(0, key_dim, SLICE):
             d = first_n + tl.arange(0, SLICE)
-            of_read_key = read_keys + token[:, None] * (heads * key_dim) + d[None, :]
-            read_key = load_tile(of_read_key, real, d < key_dim)
+            read_key_ptrs = read_keys + token[:, None] * (heads * key_dim) + d[None, :]
+            read_key = load_tile(read_key_ptrs, real, d < key_dim)
             part = load_tile(entering + d[:, None] * value_dim + p[None, :], d < key_dim, p < value_dim)
             read_value = tl.dot(read_key, part, read_value, input_precision="tf32x3")
-        tl.store(new_values + of_value, written_value - read_value, mask=in_value)
+        tl.store(new_values + value_offsets, written_value - read_value, mask=in_value)
         tl.debug_barrier()  # as above
         for first_token in range(0, chunk_size, SLICE):
             part_token = start + first_token + tl.arange(0, SLICE)
             is_real = part_token < end
-            of_part = new_values + part_token[:, None] * (heads * value_dim) + p[None, :]
-            value = load_tile(of_part, is_real, p < value_dim)
+            value_ptrs = new_values + part_token[:, None] * (heads * value_dim) + p[None, :]
+            value = load_tile(value_ptrs, is_real, p < value_dim)
             part_decay = tl.load(log_decays + part_token * heads, mask=is_real, other=0.0)
             value *= tl.where(is_real, tl.exp2(decay_of_chunk - part_decay), 0.0)[:, None]
-            of_part = keys + n[:, None] + part_token[None, :] * (key_heads * key_dim)
-            key = load_tile(of_part, n < key_dim, is_real)
+            key_ptrs = keys + n[:, None] + part_token[None, :] * (key_heads * key_dim)
+            key = load_tile(key_ptrs, n < key_dim, is_real)
             state = tl.dot(key, value, state, input_precision="tf32x3")
     return state
 

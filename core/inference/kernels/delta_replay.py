@@ -110,7 +110,7 @@ def _scanned(
         """[rows, chunk_size, ...] with zeros outside of `mask`, packed."""
         return chunks.masked_fill_(~mask.view(*mask.shape, *[1] * (chunks.dim() - 2)), 0).flatten(0, 1)
 
-    of_step = queries.unflatten(0, (num_rows, tokens))[row, new.clamp(0, tokens - 1)]
+    step_queries = queries.unflatten(0, (num_rows, tokens))[row, new.clamp(0, tokens - 1)]
     keys, values = (
         masked(pool[blocks.clamp(min=0)].flatten(1, 2)[:, :chunk_size], real) for pool in (inputs.k, inputs.v)
     )
@@ -120,7 +120,7 @@ def _scanned(
         sources, destinations, chunk_size, row_chunks * chunk_size, row_chunks[:-1], row_chunks,
         torch.full_like(destinations, -1),
     )  # fmt: skip
-    o = scan_chunks(masked(of_step, is_new), keys, values, gates, strengths, states, chunks)
+    o = scan_chunks(masked(step_queries, is_new), keys, values, gates, strengths, states, chunks)
     # Padding may lie after the chunk.
     places = ((starts % chunk_size)[:, None] + token[:tokens]).clamp_(max=chunk_size - 1)
     return o.index_select(0, (row * chunk_size + places).flatten()).view(shape)
@@ -172,10 +172,10 @@ def keep_blocks(tokens: int, heads: int, key_dim: int, value_dim: int) -> dict[s
 @triton.jit
 def _raw_at(x, token_stride, ring, at, start, inside, RING: tl.constexpr, CHANNELS: tl.constexpr):
     """What the convolution reads of tokens `at` of a row, below 0 from the ring; zeros before position 0."""
-    of_ring = (at < 0) & (start + at >= 0)
+    is_kept = (at < 0) & (start + at >= 0)
     new = tl.load(x + (at * token_stride)[:, None], mask=inside & (at >= 0)[:, None], other=0.0)
     place = (start + at + RING) % RING  # C's remainder of a negative number would be negative
-    kept = tl.load(ring + (place * CHANNELS)[:, None], mask=inside & of_ring[:, None], other=0.0)
+    kept = tl.load(ring + (place * CHANNELS)[:, None], mask=inside & is_kept[:, None], other=0.0)
     return tl.where((at >= 0)[:, None], new.to(tl.float32), kept.to(tl.float32))
 
 
@@ -195,9 +195,9 @@ def _numbers(
         weights, inputs = (), ()
         if KERNEL <= 4:  # a channel's weights are neighbours: read together, then sorted by tap
             tap = tl.arange(0, 4)[None, None, :]
-            of_taps = weight + channel[:, :, None] * KERNEL + tap
-            of_taps = tl.load(of_taps, mask=inside[:, :, None] & (tap < KERNEL), other=0.0)
-            even, odd = tl.split(tl.reshape(of_taps, (channel.shape[0], channel.shape[1], 2, 2)))
+            weight_ptrs = weight + channel[:, :, None] * KERNEL + tap
+            by_tap = tl.load(weight_ptrs, mask=inside[:, :, None] & (tap < KERNEL), other=0.0)
+            even, odd = tl.split(tl.reshape(by_tap, (channel.shape[0], channel.shape[1], 2, 2)))
             first, third = tl.split(even)
             second, fourth = tl.split(odd)
             weights = (first, second, third, fourth)
@@ -212,11 +212,11 @@ def _numbers(
         tl.store(ring, inputs[WIDTH].to(rings.dtype.element_ty), mask=inside)
         if destination >= 0:
             window = windows + channel.to(tl.int64) * WINDOW
-            of_first = inside & (token == 0)[:, None]
+            is_first = inside & (token == 0)[:, None]
             for column in tl.static_range(WIDTH):
                 at = token + length + (column - WIDTH)
-                raw = _raw_at(x, token_stride, rings + channel, at, start, of_first, RING, CHANNELS)
-                tl.store(window + column, raw.to(windows.dtype.element_ty), mask=of_first)
+                raw = _raw_at(x, token_stride, rings + channel, at, start, is_first, RING, CHANNELS)
+                tl.store(window + column, raw.to(windows.dtype.element_ty), mask=is_first)
         return convolved(taps, inputs, 0, KERNEL, True).to(x.dtype.element_ty)
 
 
@@ -284,12 +284,12 @@ def keep_rows_kernel(
                 conv_inputs, destination, KEY_DIM, KERNEL, WINDOW, RING, CHANNELS,
             )  # fmt: skip
             key, real = normalised(key), (token < length) & is_key
-            kept = places(table, start + token, real, k_input_stride, BLOCK_TOKENS, KEY_HEADS * KEY_DIM)
-            kept = k_inputs + (kept + head * KEY_DIM)[:, None] + n[None, :]
-            tl.store(kept, key.to(k_inputs.dtype.element_ty), mask=inside & is_key)
+            offsets = places(table, start + token, real, k_input_stride, BLOCK_TOKENS, KEY_HEADS * KEY_DIM)
+            key_ptrs = k_inputs + (offsets + head * KEY_DIM)[:, None] + n[None, :]
+            tl.store(key_ptrs, key.to(k_inputs.dtype.element_ty), mask=inside & is_key)
             if not TAILS:
-                into = queries + (first * KEY_HEADS + place)[:, None] * KEY_DIM + n[None, :]
-                tl.store(into, key.to(queries.dtype.element_ty), mask=inside & (part < QUERY_TILES))
+                query_ptrs = queries + (first * KEY_HEADS + place)[:, None] * KEY_DIM + n[None, :]
+                tl.store(query_ptrs, key.to(queries.dtype.element_ty), mask=inside & (part < QUERY_TILES))
         elif part < QUERY_TILES + KEY_TILES + VALUE_TILES:
             place, token, head = _heads_of_tokens(part - QUERY_TILES - KEY_TILES, VALUE_HEADS, BLOCK_R)
             p = tl.arange(0, BLOCK_V)
@@ -299,34 +299,34 @@ def keep_rows_kernel(
                 2 * KEY_HEADS * KEY_DIM, position, weight, bias, conv_states, conv_inputs, destination,
                 VALUE_DIM, KERNEL, WINDOW, RING, CHANNELS,
             )  # fmt: skip
-            kept = places(table, start + token, token < length, v_input_stride, BLOCK_TOKENS, VALUE_SIZE)
-            kept = v_inputs + (kept + head * VALUE_DIM)[:, None]
-            tl.store(kept + p[None, :], value.to(v_inputs.dtype.element_ty), mask=inside)
+            offsets = places(table, start + token, token < length, v_input_stride, BLOCK_TOKENS, VALUE_SIZE)
+            value_ptrs = v_inputs + (offsets + head * VALUE_DIM)[:, None] + p[None, :]
+            tl.store(value_ptrs, value.to(v_inputs.dtype.element_ty), mask=inside)
             if new_v is not None:
-                of_new_v = new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :]
-                new_value = tl.load(of_new_v, mask=inside)
-                kept = places(table, token, token < length, new_v_input_stride, BLOCK_TOKENS, VALUE_SIZE)
-                kept = new_v_inputs + (kept + head * VALUE_DIM)[:, None]
-                tl.store(kept + p[None, :], new_value, mask=inside)
+                new_v_ptrs = new_v + (first * VALUE_HEADS + place)[:, None] * VALUE_DIM + p[None, :]
+                new_value = tl.load(new_v_ptrs, mask=inside)
+                offsets = places(table, token, token < length, new_v_input_stride, BLOCK_TOKENS, VALUE_SIZE)
+                kept_ptrs = new_v_inputs + (offsets + head * VALUE_DIM)[:, None] + p[None, :]
+                tl.store(kept_ptrs, new_value, mask=inside)
         else:
             block = part - QUERY_TILES - KEY_TILES - VALUE_TILES
             gate_token = block * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
             gate_head = tl.arange(0, BLOCK_H)[None, :]
             is_gate = (gate_token < length) & (gate_head < VALUE_HEADS)
-            of_row = (start + gate_token) * VALUE_HEADS + gate_head
+            gate_offsets = (start + gate_token) * VALUE_HEADS + gate_head
             outer, inner = gate_head // INNER, gate_head % INNER
-            of_g = g + outer * g_outer_stride + inner * g_inner_stride
-            of_beta = beta + outer * beta_outer_stride + inner * beta_inner_stride
-            gate = tl.load(of_g + (first + gate_token) * g_token_stride, mask=is_gate, other=0.0)
-            strength = tl.load(of_beta + (first + gate_token) * beta_token_stride, mask=is_gate, other=0.0)
+            g_ptrs = g + outer * g_outer_stride + inner * g_inner_stride
+            beta_ptrs = beta + outer * beta_outer_stride + inner * beta_inner_stride
+            gate = tl.load(g_ptrs + (first + gate_token) * g_token_stride, mask=is_gate, other=0.0)
+            strength = tl.load(beta_ptrs + (first + gate_token) * beta_token_stride, mask=is_gate, other=0.0)
             if KERNEL > 0:
                 rate = tl.load(A_log + gate_head, mask=gate_head < VALUE_HEADS, other=0.0)
-                of_step = tl.load(dt_bias + gate_head, mask=gate_head < VALUE_HEADS, other=0.0)
-                gate, strength = gates_of(gate, strength, rate, of_step, DOUBLED)
-            kept_g = g_inputs + input_row * g_row_stride + of_row
-            tl.store(kept_g, gate.to(g_inputs.dtype.element_ty), mask=is_gate)
-            kept_beta = beta_inputs + input_row * beta_row_stride + of_row
-            tl.store(kept_beta, strength.to(beta_inputs.dtype.element_ty), mask=is_gate)
+                step_bias = tl.load(dt_bias + gate_head, mask=gate_head < VALUE_HEADS, other=0.0)
+                gate, strength = gates_of(gate, strength, rate, step_bias, DOUBLED)
+            kept_g_ptrs = g_inputs + input_row * g_row_stride + gate_offsets
+            tl.store(kept_g_ptrs, gate.to(g_inputs.dtype.element_ty), mask=is_gate)
+            kept_beta_ptrs = beta_inputs + input_row * beta_row_stride + gate_offsets
+            tl.store(kept_beta_ptrs, strength.to(beta_inputs.dtype.element_ty), mask=is_gate)
 
 
 @triton.jit
@@ -383,24 +383,24 @@ def outputs_kernel(
         is_old = (t < start)[:, None]
         real = t < start + length
         in_key = (n < key_dim)[None, :]
-        of_state = states + source * slot_stride + head * (key_dim * value_dim)
+        head_states = states + source * slot_stride + head * (key_dim * value_dim)
         in_state = (n < key_dim)[:, None] & in_value & (source >= 0)
-        state = tl.load(of_state + n[:, None] * value_dim + p[None, :], mask=in_state, other=0.0)
+        state = tl.load(head_states + n[:, None] * value_dim + p[None, :], mask=in_state, other=0.0)
         table = input_blocks + row * ((chunk_size + block_tokens - 1) // block_tokens)
-        of_v = places(table, t, real, v_input_stride, block_tokens, value_stride)
-        of_value = places(table, t, real, new_v_input_stride, block_tokens, value_stride)
-        of_head = head * value_dim + p[None, :]
-        v = tl.load(v_inputs + of_v[:, None] + of_head, mask=real[:, None] & in_value, other=0.0)
-        value = tl.load(new_v_inputs + of_value[:, None] + of_head, mask=is_old & in_value, other=0.0)
+        v_offsets = places(table, t, real, v_input_stride, block_tokens, value_stride)
+        new_v_offsets = places(table, t, real, new_v_input_stride, block_tokens, value_stride)
+        columns = head * value_dim + p[None, :]
+        v = tl.load(v_inputs + v_offsets[:, None] + columns, mask=real[:, None] & in_value, other=0.0)
+        value = tl.load(new_v_inputs + new_v_offsets[:, None] + columns, mask=is_old & in_value, other=0.0)
         beta = tl.load(beta_inputs + input_row * beta_row_stride + head + t * heads, mask=real, other=0.0)
         token = row * tokens + new
-        of_solved = solved + (token * heads + head)[:, None] * solved_size
-        read_key = tl.load(of_solved + n[None, :], mask=is_new & in_key, other=0.0)
-        of_pair = of_solved + key_dim + t[None, :]
-        block_row = tl.load(of_pair, mask=is_new, other=0.0)
-        scores = tl.load(of_pair + chunk_size, mask=is_new, other=0.0)
-        of_query = queries + (token * key_heads + head // heads_of_key)[:, None] * key_dim + n[None, :]
-        query = tl.load(of_query, mask=is_new & in_key, other=0.0)
+        solved_ptrs = solved + (token * heads + head)[:, None] * solved_size
+        read_key = tl.load(solved_ptrs + n[None, :], mask=is_new & in_key, other=0.0)
+        pair_ptrs = solved_ptrs + key_dim + t[None, :]
+        block_row = tl.load(pair_ptrs, mask=is_new, other=0.0)
+        scores = tl.load(pair_ptrs + chunk_size, mask=is_new, other=0.0)
+        query_ptrs = queries + (token * key_heads + head // heads_of_key)[:, None] * key_dim + n[None, :]
+        query = tl.load(query_ptrs, mask=is_new & in_key, other=0.0)
         decay = tl.load(solved_decays + token * heads + head, mask=new < length, other=0.0)
 
         # The compiler shares a tile among threads where it is made, and later loads wait for that. Selecting
@@ -417,19 +417,19 @@ def outputs_kernel(
         o = o * tl.exp2(decay)[:, None]
         written = tl.dot(block_row, (v * beta[:, None]).to(operand)).to(operand)
         new_value = (written.to(tl.float32) - tl.dot(read_key, state)).to(operand)
-        of_new = places(table, start + new, new < length, new_v_input_stride, block_tokens, value_stride)
-        tl.store(new_v_inputs + of_new[:, None] + of_head, new_value, mask=is_new & in_value)
+        new_offsets = places(table, start + new, new < length, new_v_input_stride, block_tokens, value_stride)
+        tl.store(new_v_inputs + new_offsets[:, None] + columns, new_value, mask=is_new & in_value)
         if tokens == 1:
             fresh = tl.sum(tl.where((new == 0)[:, None], new_value.to(tl.float32), 0.0), axis=0)
             fresh = fresh.to(operand)[None, :]
         else:
             tl.debug_barrier()  # below, a thread reads what another thread has stored above
-            of_fresh = new_v_inputs + of_value[:, None] + of_head
-            fresh = tl.load(of_fresh, mask=real[:, None] & ~is_old & in_value, other=0.0)
+            fresh_ptrs = new_v_inputs + new_v_offsets[:, None] + columns
+            fresh = tl.load(fresh_ptrs, mask=real[:, None] & ~is_old & in_value, other=0.0)
         value = tl.where(is_old | ~real[:, None], value, fresh)
         o = o * scale + tl.dot(scores, value) * scale
-        of_out = (token * heads + head)[:, None] * value_dim + p[None, :]
-        tl.store(out + of_out, o.to(operand), mask=is_new & in_value)
+        out_offsets = (token * heads + head)[:, None] * value_dim + p[None, :]
+        tl.store(out + out_offsets, o.to(operand), mask=is_new & in_value)
 
 
 def completion_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
@@ -480,7 +480,7 @@ def complete_chunks_kernel(
     while row < rows:
         input_row = tl.load(input_rows + row)
         source = tl.load(sources + row)
-        of_state = states + layer * layer_stride + head * (key_dim * value_dim)
+        head_states = states + layer * layer_stride + head * (key_dim * value_dim)
         _complete_chunk(
             k_inputs + layer * k_layer_stride + head // heads_of_key * key_dim,
             v_inputs + layer * v_layer_stride + head * value_dim,
@@ -489,7 +489,7 @@ def complete_chunks_kernel(
             beta_inputs + layer * beta_layer_stride + input_row * beta_row_stride + head,
             g_inputs + layer * g_layer_stride + input_row * g_row_stride + head,
             inverses + layer * inverse_layer_stride + input_row * inverse_row_stride + head * inverse_size,
-            of_state + source * slot_stride, of_state + tl.load(destinations + row) * slot_stride,
+            head_states + source * slot_stride, head_states + tl.load(destinations + row) * slot_stride,
             source >= 0, p,
             heads, heads // heads_of_key * key_dim, key_dim, value_dim, chunk_size, block_tokens,
             BLOCK_V, SLICE,
@@ -512,15 +512,15 @@ def _complete_chunk(
     is_stored = t[:, None] >= t[None, :]
     solved = tl.load(inverse + inverse_offset(t[:, None], t[None, :]), mask=is_stored, other=0.0).to(operand)
     beta = tl.load(strengths + t * heads)
-    of_key = places(table, t, t < chunk_size, k_input_stride, block_tokens, key_stride)
-    of_value = places(table, t, t < chunk_size, v_input_stride, block_tokens, heads * value_dim)
-    v = tl.load(values + of_value[:, None] + p[None, :], mask=in_value, other=0.0)
+    key_offsets = places(table, t, t < chunk_size, k_input_stride, block_tokens, key_stride)
+    value_offsets = places(table, t, t < chunk_size, v_input_stride, block_tokens, heads * value_dim)
+    v = tl.load(values + value_offsets[:, None] + p[None, :], mask=in_value, other=0.0)
     written = tl.dot(solved, (v * beta[:, None]).to(operand), allow_tf32=False).to(operand)
     read_value = tl.zeros((chunk_size, BLOCK_V), dtype=tl.float32)
     key_end: tl.constexpr = max(key_dim, 2 * SLICE)  # `completion_blocks` says why there are two turns
     for first in range(0, key_end, SLICE):
         n = first + tl.arange(0, SLICE)
-        key = tl.load(keys + of_key[:, None] + n[None, :], mask=(n < key_dim)[None, :], other=0.0)
+        key = tl.load(keys + key_offsets[:, None] + n[None, :], mask=(n < key_dim)[None, :], other=0.0)
         scaled = key * beta[:, None]
         scaled = scaled * tl.exp2(decay)[:, None]
         read_key = tl.dot(solved, scaled.to(operand)).to(operand)
@@ -534,10 +534,10 @@ def _complete_chunk(
     for first in range(0, key_dim, SLICE):
         n = first + tl.arange(0, SLICE)
         in_state = (n < key_dim)[:, None] & in_value
-        of_part = n[:, None] * value_dim + p[None, :]
-        after = tl.load(entering + of_part, mask=in_state & has_entering, other=0.0)
+        state_offsets = n[:, None] * value_dim + p[None, :]
+        after = tl.load(entering + state_offsets, mask=in_state & has_entering, other=0.0)
         after = after.to(tl.float32) * tl.exp2(decay_of_chunk)
-        key = tl.load(keys + n[:, None] + of_key[None, :], mask=(n < key_dim)[:, None], other=0.0)
+        key = tl.load(keys + n[:, None] + key_offsets[None, :], mask=(n < key_dim)[:, None], other=0.0)
         after = tl.dot(key, value.to(operand), after)
         tl.debug_barrier()  # a thread may overwrite what another thread has read
-        tl.store(leaving + of_part, after.to(leaving.dtype.element_ty), mask=in_state)
+        tl.store(leaving + state_offsets, after.to(leaving.dtype.element_ty), mask=in_state)

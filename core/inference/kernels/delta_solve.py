@@ -80,9 +80,9 @@ def inverse_offset(row, column):
 
 
 @triton.jit
-def _coupled(products, mask, decay, of_column):
+def _coupled(products, mask, decay, column_decay):
     """Products of keys or queries with keys, decayed from the column's token to the row's."""
-    return products * tl.where(mask, tl.exp2(decay[:, None] - of_column[None, :]), 0.0)
+    return products * tl.where(mask, tl.exp2(decay[:, None] - column_decay[None, :]), 0.0)
 
 
 _Chunk = namedtuple("_Chunk", "keys table input_stride beta inverse r end in_key")
@@ -106,9 +106,9 @@ def _in_block(chunk, block, mask, TOKENS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(block, key, mask, column, of_column, chunk_size: tl.constexpr):
+def _store_scores(block, key, mask, column, column_decay, chunk_size: tl.constexpr):
     """Store products of new queries with the keys of tokens `column`."""
-    scores = _coupled(tl.dot(block.query, tl.trans(key)), mask, block.decay, of_column)
+    scores = _coupled(tl.dot(block.query, tl.trans(key)), mask, block.decay, column_decay)
     tl.store(block.pair + chunk_size + column[None, :], scores.to(key.dtype), mask=mask)
 
 
@@ -137,8 +137,8 @@ def _new_rows(
     chunk = _Chunk(keys, table, input_stride, beta, inverse, r, end, in_key)
 
     gates = tl.load(g + t * heads, mask=t < end, other=0.0)
-    of_key = _in_block(chunk, r, is_real, block_tokens, key_stride)
-    key = tl.load(keys + of_key[:, None] + n[None, :], mask=is_real[:, None] & in_key, other=0.0)
+    key_offsets = _in_block(chunk, r, is_real, block_tokens, key_stride)
+    key = tl.load(keys + key_offsets[:, None] + n[None, :], mask=is_real[:, None] & in_key, other=0.0)
     strength = tl.load(beta + token * heads, mask=is_real, other=0.0)
     stored = tl.load(inverse + inverse_offset(token[:, None], token[None, :]), mask=is_solved, other=0.0)
     query, pair = None, None
@@ -199,23 +199,23 @@ def _load_columns(
     n = tl.arange(0, chunk.in_key.shape[1])
     is_near = (i >= 0) & (chunk.r > 0)
     near = tl.where(is_near, 16 * chunk.r + i - 16, 0)
-    of_key = _in_block(chunk, tl.maximum(chunk.r, 1) - 1, is_near, block_tokens, key_stride)
+    key_offsets = _in_block(chunk, tl.maximum(chunk.r, 1) - 1, is_near, block_tokens, key_stride)
     is_key = is_near[:, None] & chunk.in_key
-    near_key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=is_key, other=0.0)
+    near_key = tl.load(chunk.keys + key_offsets[:, None] + n[None, :], mask=is_key, other=0.0)
     near_strength = tl.load(chunk.beta + near * heads, mask=is_near, other=0.0)
-    of_near = inverse_offset(near[:, None], near[None, :])
-    above = tl.load(chunk.inverse + of_near, mask=is_near[:, None], other=0.0)
+    near_offsets = inverse_offset(near[:, None], near[None, :])
+    above = tl.load(chunk.inverse + near_offsets, mask=is_near[:, None], other=0.0)
     if FAR > 0:
         f = tl.arange(0, FAR)
         is_far = f < 16 * chunk.r - 16
-        of_key = places(chunk.table, f, is_far, chunk.input_stride, block_tokens, key_stride)
+        key_offsets = places(chunk.table, f, is_far, chunk.input_stride, block_tokens, key_stride)
         is_key = is_far[:, None] & chunk.in_key
-        far_key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=is_key, other=0.0)
+        far_key = tl.load(chunk.keys + key_offsets[:, None] + n[None, :], mask=is_key, other=0.0)
         far_strength = tl.load(chunk.beta + f * heads, mask=is_far, other=0.0)
         is_stored = is_far[:, None] & (f[:, None] // 16 >= f[None, :] // 16)
         far_rows = tl.load(chunk.inverse + inverse_offset(f[:, None], f[None, :]), mask=is_stored, other=0.0)
-        of_near = inverse_offset(near[:, None], f[None, :])
-        near_rows = tl.load(chunk.inverse + of_near, mask=is_near[:, None] & is_far[None, :], other=0.0)
+        row_offsets = inverse_offset(near[:, None], f[None, :])
+        near_rows = tl.load(chunk.inverse + row_offsets, mask=is_near[:, None] & is_far[None, :], other=0.0)
         return _Columns(near_key, near_strength, above, far_key, far_strength, far_rows, near_rows)
     else:
         return _Near(near_key, near_strength, above)
@@ -230,27 +230,26 @@ def _wide_columns(chunk, block, columns, chunk_size: tl.constexpr):
     is_near = (tl.arange(0, 16) >= 0) & (chunk.r > 0)
     near = tl.where(is_near, block.token - 16, 0)
     key, strength = columns.key, columns.strength
-    of_column = tl.gather(block.decays, near, 0)
+    column_decay = tl.gather(block.decays, near, 0)
     left = tl.dot(block.key, tl.trans(key))
     is_before = block.is_real[:, None] & is_near[None, :]
-    left = _coupled(left, is_before, block.decay, of_column) * block.strength[:, None]
+    left = _coupled(left, is_before, block.decay, column_decay) * block.strength[:, None]
     is_stored = block.is_new[:, None] & is_near[None, :]
     nearest = tl.dot(block.diagonal, left, input_precision=precision)
     nearest = -tl.dot(nearest, columns.above, input_precision=precision)
-    of_near = inverse_offset(block.token[:, None], near[None, :])
-    tl.store(chunk.inverse + of_near, nearest, mask=is_stored)
+    tl.store(chunk.inverse + inverse_offset(block.token[:, None], near[None, :]), nearest, mask=is_stored)
     read_key = tl.zeros(block.key.shape, dtype=tl.float32)
     if block.query is not None:
         tl.store(block.pair + near[None, :], nearest.to(operand), mask=is_stored)
-        _store_scores(block, key, is_stored, near, of_column, chunk_size)
-        near_key = (key * strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
+        _store_scores(block, key, is_stored, near, column_decay, chunk_size)
+        near_key = (key * strength[:, None] * tl.exp2(column_decay)[:, None]).to(operand)
     if FAR > 0:
         key, strength = columns.far_key, columns.far_strength
         f = tl.arange(0, FAR)
         is_far = f < 16 * chunk.r - 16
-        of_column = tl.gather(block.decays, f, 0)
+        column_decay = tl.gather(block.decays, f, 0)
         far_left = tl.dot(block.key, tl.trans(key))
-        far_left = _coupled(far_left, block.is_real[:, None] & is_far[None, :], block.decay, of_column)
+        far_left = _coupled(far_left, block.is_real[:, None] & is_far[None, :], block.decay, column_decay)
         sums = tl.dot(far_left * block.strength[:, None], columns.far_rows, input_precision=precision)
         sums = tl.dot(left, columns.near_rows, sums, input_precision=precision)
         further = -tl.dot(block.diagonal, sums, input_precision=precision)
@@ -258,8 +257,8 @@ def _wide_columns(chunk, block, columns, chunk_size: tl.constexpr):
         tl.store(chunk.inverse + inverse_offset(block.token[:, None], f[None, :]), further, mask=is_stored)
         if block.query is not None:
             tl.store(block.pair + f[None, :], further.to(operand), mask=is_stored)
-            _store_scores(block, key, is_stored, f, of_column, chunk_size)
-            far_key = (key * strength[:, None] * tl.exp2(of_column)[:, None]).to(operand)
+            _store_scores(block, key, is_stored, f, column_decay, chunk_size)
+            far_key = (key * strength[:, None] * tl.exp2(column_decay)[:, None]).to(operand)
             read_key = tl.dot(further.to(operand), far_key, read_key)
     if block.query is not None:
         read_key = tl.dot(nearest.to(operand), near_key, read_key)
@@ -283,17 +282,17 @@ def _serial_columns(
     sums = tl.zeros((16, chunk_size), dtype=tl.float32)
     for c in range(chunk.r):
         column = 16 * c + i
-        of_key = _in_block(chunk, c, column < chunk.end, block_tokens, key_stride)
-        key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=chunk.in_key, other=0.0)
+        key_offsets = _in_block(chunk, c, column < chunk.end, block_tokens, key_stride)
+        key = tl.load(chunk.keys + key_offsets[:, None] + n[None, :], mask=chunk.in_key, other=0.0)
         is_stored = column[:, None] // 16 >= t[None, :] // 16
         above_ptrs = chunk.inverse + inverse_offset(column[:, None], t[None, :])
         above = tl.load(above_ptrs, mask=is_stored, other=0.0)
-        of_column = tl.gather(block.decays, column, 0)
+        column_decay = tl.gather(block.decays, column, 0)
         left = tl.dot(block.key, tl.trans(key))
-        left = _coupled(left, block.is_real[:, None], block.decay, of_column) * block.strength[:, None]
+        left = _coupled(left, block.is_real[:, None], block.decay, column_decay) * block.strength[:, None]
         sums = tl.dot(left, above, sums, input_precision=precision)
         if block.query is not None:
-            _store_scores(block, key, is_new, column, of_column, chunk_size)
+            _store_scores(block, key, is_new, column, column_decay, chunk_size)
     if chunk.r > 0:
         further = -tl.dot(block.diagonal, sums, input_precision=precision)
         is_further = is_new & (t < 16 * chunk.r - 16)[None, :]
@@ -319,13 +318,13 @@ def _serial_read_keys(
     for c in range(chunk.r + 1):
         column = 16 * c + tl.arange(0, 16)
         is_real = column < chunk.end
-        of_key = _in_block(chunk, c, is_real, block_tokens, key_stride)
+        key_offsets = _in_block(chunk, c, is_real, block_tokens, key_stride)
         is_key = is_real[:, None] & chunk.in_key
-        key = tl.load(chunk.keys + of_key[:, None] + n[None, :], mask=is_key, other=0.0)
-        of_inverse = tl.load(block.pair + column[None, :], mask=block.is_new[:, None], other=0.0)
+        key = tl.load(chunk.keys + key_offsets[:, None] + n[None, :], mask=is_key, other=0.0)
+        inverse_rows = tl.load(block.pair + column[None, :], mask=block.is_new[:, None], other=0.0)
         scaled = key * tl.load(chunk.beta + column * heads, mask=is_real, other=0.0)[:, None]
         scaled = scaled * tl.exp2(tl.gather(block.decays, column, 0))[:, None]
-        read_key = tl.dot(of_inverse, scaled.to(chunk.keys.dtype.element_ty), read_key)
+        read_key = tl.dot(inverse_rows, scaled.to(chunk.keys.dtype.element_ty), read_key)
     return read_key
 
 

@@ -117,8 +117,8 @@ def tokens_of(kept, new, k, offset, kept_places, new_stride):
     `kept`, `new`: pointers to the columns. A choice between pointers without columns, to which these are
     added, is loaded number by number by Triton 3.8 and 3.9.
     """
-    kept = kept[None, :] + kept_places[:, None]
-    return tl.where((k < offset)[:, None], kept, new[None, :] + ((k - offset) * new_stride)[:, None])
+    kept_ptrs = kept[None, :] + kept_places[:, None]
+    return tl.where((k < offset)[:, None], kept_ptrs, new[None, :] + ((k - offset) * new_stride)[:, None])
 
 
 @triton.jit
@@ -153,10 +153,10 @@ def scores_of(
     scores = tl.zeros((new.token.shape[0], k.shape[0]), dtype=tl.float32)
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
-        queries = chunk.C + new.token[:, None] * chunk.C_token_stride + n[None, :]
-        queries = load_tile(queries, new.is_new, n < state_dim)
-        keys = tokens_of(chunk.B_inputs + n, chunk.B + n, k, chunk.offset, B_places, chunk.B_token_stride)
-        keys = load_tile(keys, k < chunk.end, n < state_dim)
+        query_ptrs = chunk.C + new.token[:, None] * chunk.C_token_stride + n[None, :]
+        queries = load_tile(query_ptrs, new.is_new, n < state_dim)
+        key_ptrs = tokens_of(chunk.B_inputs + n, chunk.B + n, k, chunk.offset, B_places, chunk.B_token_stride)
+        keys = load_tile(key_ptrs, k < chunk.end, n < state_dim)
         scores = multiply_add(queries.to(operand), tl.trans(keys.to(operand)), scores)
     return scores
 
@@ -169,8 +169,8 @@ def add_inputs(
     """acc + the masked scores times x[k], over tokens k; x_kept and x_new point at the channels of x."""
     step, decay = steps_of(kept_dt, steps, k, tokens, log_offset)
     scores = masked_scores(scores, decay_m, decay, step, m, k)
-    x_k = tokens_of(x_kept, x_new, k, steps.offset, x_places, x_token_stride)
-    values = load_tile(x_k, k < steps.offset + steps.length, is_channel)
+    x_ptrs = tokens_of(x_kept, x_new, k, steps.offset, x_places, x_token_stride)
+    values = load_tile(x_ptrs, k < steps.offset + steps.length, is_channel)
     return multiply_add(scores.to(operand), values.to(operand), acc)
 
 
@@ -190,8 +190,8 @@ def _output_of_head(
     acc = tl.zeros((m.shape[0], p.shape[0]), dtype=tl.float32)
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
-        queries = chunk.C + new.token[:, None] * chunk.C_token_stride + n[None, :]
-        queries = load_tile(queries, new.is_new, n < state_dim)
+        query_ptrs = chunk.C + new.token[:, None] * chunk.C_token_stride + n[None, :]
+        queries = load_tile(query_ptrs, new.is_new, n < state_dim)
         within = head * (head_dim * state_dim) + p[:, None] * state_dim + n[None, :]
         in_state = is_channel[:, None] & (n < state_dim)[None, :] & (source >= 0)
         state = tl.load(states + source * slot_stride + within, mask=in_state, other=0.0)
@@ -218,8 +218,7 @@ def _output_of_head(
                 is_channel, kept_dt, steps, tokens, log_offset, operand,
             )  # fmt: skip
 
-    of_new = x_new[None, :] + new.token[:, None] * chunk.x_token_stride
-    skipped = tl.load(of_new, mask=new.inside, other=0.0)
+    skipped = tl.load(x_new[None, :] + new.token[:, None] * chunk.x_token_stride, mask=new.inside, other=0.0)
     acc = tl.fma(skipped.to(tl.float32), skip, acc)
     out = y + head * head_dim + new.token[:, None] * x_size + p[None, :]
     tl.store(out, acc.to(y.dtype.element_ty), mask=new.inside)
@@ -241,8 +240,8 @@ def _keep_group(
     for first_n in tl.static_range(0, state_dim, BLOCK_N):
         n = first_n + tl.arange(0, BLOCK_N)
         mask = new.is_new[:, None] & (n < state_dim)[None, :]
-        keys = chunk.B + new.token[:, None] * chunk.B_token_stride + n[None, :]
-        keys = tl.load(keys, mask=mask, other=0.0)
+        key_ptrs = chunk.B + new.token[:, None] * chunk.B_token_stride + n[None, :]
+        keys = tl.load(key_ptrs, mask=mask, other=0.0)
         tl.store(chunk.B_inputs + B_places[:, None] + n[None, :], keys, mask=mask)
 
 
@@ -276,12 +275,12 @@ def _complete_state(
                 x_places = places(table, k, is_old, chunk.x_input_stride, block_tokens, heads * head_dim)
                 x_kept = chunk.x_inputs + head * head_dim + p
                 x_new = chunk.x + head * chunk.x_head_stride + p
-                values = tokens_of(x_kept, x_new, k, chunk.offset, x_places, chunk.x_token_stride)
-                values = load_tile(values, k < chunk.end, p < head_dim)
+                value_ptrs = tokens_of(x_kept, x_new, k, chunk.offset, x_places, chunk.x_token_stride)
+                values = load_tile(value_ptrs, k < chunk.end, p < head_dim)
                 B_places = places(table, k, is_old, chunk.B_input_stride, block_tokens, groups * state_dim)
                 B_kept, B_new = chunk.B_inputs + n, chunk.B + n
-                keys = tokens_of(B_kept, B_new, k, chunk.offset, B_places, chunk.B_token_stride)
-                keys = load_tile(keys, k < chunk.end, n < state_dim)
+                key_ptrs = tokens_of(B_kept, B_new, k, chunk.offset, B_places, chunk.B_token_stride)
+                keys = load_tile(key_ptrs, k < chunk.end, n < state_dim)
                 update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
             state = tl.fma(state, tl.exp(decay_of_chunk), update)
             tl.debug_barrier()

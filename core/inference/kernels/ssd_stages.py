@@ -405,7 +405,7 @@ def ssd_states_kernel(
         state = initial.to(tl.float32)
         state_size: tl.constexpr = heads * head_dim * state_dim
         entry = entering + within + first.to(tl.int64) * state_size
-        of_chunk = first.to(tl.int64) * chunk_size
+        chunk_offset = first.to(tl.int64) * chunk_size
         checkpoint = tl.load(chunk_destinations + first)
         for chunk in range(first, end):
             # Triton loads ahead in a loop that carries no value of the chunk before the last: the bounds are
@@ -414,13 +414,13 @@ def ssd_states_kernel(
             length = (tl.load(cu_chunk_seqlens + chunk + 1) - start).to(tl.int32)
             next_checkpoint = tl.load(chunk_destinations + chunk + 1, mask=chunk + 1 < end, other=-1)
             tl.store(entry, state.to(entering.dtype.element_ty), mask=inside)
-            decay_of_chunk = tl.load(log_decays + of_chunk + chunk_size - 1)
+            decay_of_chunk = tl.load(log_decays + chunk_offset + chunk_size - 1)
             update = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
             for first_k in tl.static_range(0, chunk_size, BLOCK_K):
                 k = first_k + tl.arange(0, BLOCK_K)
                 real = k < length
-                decay = tl.load(log_decays + of_chunk + k, mask=k < chunk_size, other=0.0)
-                step = tl.load(dt + of_chunk + k, mask=k < chunk_size, other=0.0)
+                decay = tl.load(log_decays + chunk_offset + k, mask=k < chunk_size, other=0.0)
+                step = tl.load(dt + chunk_offset + k, mask=k < chunk_size, other=0.0)
                 values = load_tile(x + (start + k)[:, None] * x_token_stride + p[None, :], real, p < head_dim)
                 keys = load_tile(B + (start + k)[:, None] * B_token_stride + n[None, :], real, n < state_dim)
                 update = add_update(update, values, keys, decay_of_chunk, decay, step, operand)
@@ -430,6 +430,6 @@ def ssd_states_kernel(
                 tl.store(slots + checkpoint * slot_stride, state.to(slots.dtype.element_ty), mask=inside)
             checkpoint = next_checkpoint
             entry += state_size
-            of_chunk += chunk_size
+            chunk_offset += chunk_size
         if destination >= 0:
             tl.store(slots + destination * slot_stride, state.to(slots.dtype.element_ty), mask=inside)

@@ -1,8 +1,7 @@
-"""The rows of a step as kernels read them: where each row's tokens, states and inputs lie.
+"""The rows of a step as kernels read them: where tokens, states and inputs lie; how tokens are drawn.
 
 `ConvRows`, `ScanRows` and `TailRows` are a step's prefill rows, packed one after another, `ReplayRows` its
-decode rows, and `AttentionRows` all of them. `StepInputs` makes one of each kind for all layers. After the
-layers, a `TokenDraw` says how a row's token is drawn.
+decode rows, and `AttentionRows` all of them. `StepInputs` makes one of each kind for all layers.
 """
 
 import math

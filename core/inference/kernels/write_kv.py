@@ -71,8 +71,8 @@ def write_kv_kernel(
             stored = row + heads * DIM + dims
             key = tl.load(keys + token * key_token_stride + heads * key_head_stride + dims, mask=inside)
             tl.store(stored, key.to(cache.dtype.element_ty), mask=inside)
-            of_value = values + token * value_token_stride + heads * value_head_stride + dims
-            value = tl.load(of_value, mask=inside)
+            value_ptrs = values + token * value_token_stride + heads * value_head_stride + dims
+            value = tl.load(value_ptrs, mask=inside)
             tl.store(stored + value_cache_offset, value.to(cache.dtype.element_ty), mask=inside)
         zero_rest_of_block(
             cache, positions, entry, position, num_entries, value_cache_offset, block_stride,

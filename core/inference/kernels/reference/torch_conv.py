@@ -50,8 +50,8 @@ def _convolved(
     """The sum over the taps of one tensor of inputs each, in the compute dtype of inputs `of` a dtype."""
     dtype = compute_dtype(of)
     y = weight.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
-    for shifted, of_tap in zip(inputs, weight.to(dtype).unbind(1), strict=True):
-        y = y + shifted.to(dtype) * of_tap
+    for shifted, tap in zip(inputs, weight.to(dtype).unbind(1), strict=True):
+        y = y + shifted.to(dtype) * tap
     return F.silu(y) if activation else y
 
 
@@ -89,8 +89,8 @@ def causal_conv1d_replay(
     row, token = real[:, width:].nonzero(as_tuple=True)
     stored = positions[row, width + token] % ring
     conv_inputs[input_rows[row], stored] = x[row, token].to(conv_inputs.dtype)
-    of_window = lengths.long()[:, None] + place[:width]
-    windows = packed[torch.arange(num_rows, device=x.device)[:, None], of_window].transpose(1, 2)
+    window_places = lengths.long()[:, None] + place[:width]
+    windows = packed[torch.arange(num_rows, device=x.device)[:, None], window_places].transpose(1, 2)
     assert rows.destinations is not None
     write_states(conv_states[..., :width], rows.destinations, windows)
     return rounded(_convolved(x.dtype, inputs, weight, bias, activation), x.dtype, out)

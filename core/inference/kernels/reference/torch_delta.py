@@ -137,9 +137,9 @@ def gated_delta_rule_replay(
     kept_keys = normalised(k.to(dtype))
     for pool, step in zip(inputs, (kept_keys, v, g, beta), strict=False):
         assert pool is not None
-        of_new, size = firsts[row] + new, pool.shape[1]
-        input_block = input_blocks[row, of_new // size] if pool.dim() == 4 else input_rows[row]
-        pool[input_block, of_new % size] = step[row, new].to(pool.dtype)
+        new_offsets, size = firsts[row] + new, pool.shape[1]
+        input_block = input_blocks[row, new_offsets // size] if pool.dim() == 4 else input_rows[row]
+        pool[input_block, new_offsets % size] = step[row, new].to(pool.dtype)
 
     # A chunk's tokens after the new ones are zeros, which change no state and no output.
     ends = (firsts + lengths).masked_fill(input_rows < 0, 0)
@@ -176,9 +176,9 @@ def complete_delta_chunks(states: Tensor, inputs: DeltaInputs, rows: ReplayRows)
     input_rows = rows.input_rows.masked_fill(rows.destinations < 0, -1)
     starts, lengths = torch.zeros_like(input_rows), torch.full_like(input_rows, rows.chunk_size)
     rows = rows._replace(input_rows=input_rows, starts=starts, lengths=lengths)
-    for pool, *of_layer in zip(states, inputs.k, inputs.v, inputs.g, inputs.beta, strict=True):
-        k, v, g, beta = (x.new_empty(len(input_rows), 0, *x.shape[2:]) for x in of_layer)
-        gated_delta_rule_replay(k, k, v, g, beta, pool, DeltaInputs(*of_layer), rows)
+    for pool, *layer_inputs in zip(states, inputs.k, inputs.v, inputs.g, inputs.beta, strict=True):
+        k, v, g, beta = (x.new_empty(len(input_rows), 0, *x.shape[2:]) for x in layer_inputs)
+        gated_delta_rule_replay(k, k, v, g, beta, pool, DeltaInputs(*layer_inputs), rows)
 
 
 def keep_delta_inputs(
@@ -189,8 +189,8 @@ def keep_delta_inputs(
     indices = (index.tolist() for index in (rows.input_rows, rows.starts, rows.query_start_loc[1:]))
     for row, input_row, first, end in zip(input_table(rows), *indices, strict=True):
         if input_row >= 0 and end > first:
-            of_tail = places(inputs.k, row, 0, end - first)
+            tail_places = places(inputs.k, row, 0, end - first)
             for pool, packed in ((inputs.k, keys), (inputs.v, v)):
-                pool[of_tail] = packed[first:end].to(pool.dtype)
+                pool[tail_places] = packed[first:end].to(pool.dtype)
             for pool, packed in ((inputs.g, g), (inputs.beta, beta)):
                 pool[input_row, : end - first] = packed[first:end].to(pool.dtype)

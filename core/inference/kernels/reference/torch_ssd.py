@@ -98,18 +98,18 @@ def ssd_replay(
             continue
         offset = start % rows.chunk_size
         end, new = offset + length, slice(offset, offset + length)
-        of_new = places(inputs.x, input_blocks[row], offset, end)
-        inputs.x[of_new] = x[row, :length]
-        inputs.B[of_new] = B[row, :length]
+        new_places = places(inputs.x, input_blocks[row], offset, end)
+        inputs.x[new_places] = x[row, :length]
+        inputs.B[new_places] = B[row, :length]
         before = inputs.dt[input_row, 1, :, offset - 1 : offset].to(dtype)
         steps = dt[row, :length].to(dtype).T
         sums = torch.cat([before, steps * A.to(dtype)[:, None]], dim=1).cumsum(1)[:, before.shape[1] :]
         inputs.dt[input_row, :, :, new] = torch.stack([steps, sums])
 
         steps, sums = inputs.dt[input_row, :, :, :end].to(dtype)
-        of_chunk = places(inputs.x, input_blocks[row], 0, end)
-        scaled = inputs.x[of_chunk].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
-        keys = inputs.B[of_chunk].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
+        chunk_places = places(inputs.x, input_blocks[row], 0, end)
+        scaled = inputs.x[chunk_places].to(dtype).movedim(1, 0) * steps[..., None]  # [H, tokens, P]
+        keys = inputs.B[chunk_places].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         queries = C[row, :length].to(dtype).repeat_interleave(heads_a_group, dim=1).movedim(1, 0)
         state = torch.zeros_like(ssm_states[0], dtype=dtype) if source < 0 else ssm_states[source].to(dtype)
 
@@ -134,8 +134,8 @@ def keep_ssd_inputs(
         if input_row < 0 or start >= end:
             continue
         count = end - start
-        of_tail = places(inputs.x, row, 0, count)
-        inputs.x[of_tail] = x[start:end]
-        inputs.B[of_tail] = B[start:end]
+        tail_places = places(inputs.x, row, 0, count)
+        inputs.x[tail_places] = x[start:end]
+        inputs.B[tail_places] = B[start:end]
         steps = dt[start:end].to(dtype).T
         inputs.dt[input_row, :, :, :count] = torch.stack([steps, (steps * A.to(dtype)[:, None]).cumsum(1)])
