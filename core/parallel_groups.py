@@ -54,11 +54,11 @@ class ParallelGroups:
             if group is not None and not isinstance(group, ProcessGroup):
                 raise refused(name, group, "a process group that this rank is in, or None")
         if self.tensor is not None and self.pipeline is not None:
-            both = set(dist.get_process_group_ranks(self.tensor))
-            both &= set(dist.get_process_group_ranks(self.pipeline))
-            if len(both) > 1:
+            ranks = set(dist.get_process_group_ranks(self.tensor))
+            ranks &= set(dist.get_process_group_ranks(self.pipeline))
+            if len(ranks) > 1:
                 raise ValueError(
-                    f"pipeline has the ranks {sorted(both)} in common with tensor; accepted: this rank alone"
+                    f"pipeline has the ranks {sorted(ranks)} in common with tensor; accepted: this rank alone"
                 )
 
     def check_device(self, device: torch.device) -> None:
@@ -121,12 +121,12 @@ class ParallelGroups:
         size = self.tensor_size
         if size == 1:
             return partial
-        mine = partial.reshape(-1)
+        flat = partial.reshape(-1)
         if size == 2 or not self.ordered_sums:
-            self._make(dist.all_reduce, self.tensor, mine)
-            return partial if mine.data_ptr() == partial.data_ptr() else partial.copy_(mine.view_as(partial))
-        parts = mine.new_empty(size, len(mine))
-        self._make(dist.all_gather, self.tensor, list(parts), mine)
+            self._make(dist.all_reduce, self.tensor, flat)
+            return partial if flat.data_ptr() == partial.data_ptr() else partial.copy_(flat.view_as(partial))
+        parts = flat.new_empty(size, len(flat))
+        self._make(dist.all_gather, self.tensor, list(parts), flat)
         for part in parts[1:]:
             parts[0] += part
         return partial.copy_(parts[0].view_as(partial))

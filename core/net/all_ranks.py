@@ -49,23 +49,23 @@ def attempt[T](
     `work` may write small values into the dict for the other ranks, also before it raises; those under `same`
     must be equal on all. Raises what torch.distributed raises where a rank is lost; others may see no error.
     """
-    own: Notes = {}
+    own_notes: Notes = {}
     value: T | None = None
     error: Exception | None = None
     try:
-        value = work(own)
+        value = work(own_notes)
     except Exception as raised:
         error = raised
-    reports = groups.gather(("" if error is None else described(error), own), device)
+    reports = groups.gather(("" if error is None else described(error), own_notes), device)
     notes = [rank_notes for _, rank_notes in reports]
     failures = [f"rank {rank} of the replica: {reason}" for rank, (reason, _) in enumerate(reports) if reason]
     if len(reports) == 1:
         failures = [reports[0][0]]
     difference = ""
     for name in reversed(same):
-        if others := [rank for rank, note in enumerate(notes) if note.get(name) != notes[0].get(name)]:
+        if ranks := [rank for rank, note in enumerate(notes) if note.get(name) != notes[0].get(name)]:
             difference = (
-                f"ranks {others} of the replica have other {name} than rank 0; accepted: the same on all"
+                f"ranks {ranks} of the replica have other {name} than rank 0; accepted: the same on all"
             )
     return Attempt(value, error, notes, "; ".join(failures), difference)
 

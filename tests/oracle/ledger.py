@@ -384,9 +384,9 @@ class Ledger:
     def _num_unreported_ends(self) -> int:
         """Requests that have ended, which an observer takes for running; an interrupted one was dropped."""
         core, running = self.engine.core, set[int]()
-        if self.watch in core.observers.known:
+        if self.watch in core.observers.members:
             running |= self.watch.running
-        if self.monitor is not None and self.monitor in core.observers.known:
+        if self.monitor is not None and self.monitor in core.observers.members:
             running |= self.monitor._running.keys()
         return len(running - core.requests.keys())
 

@@ -229,9 +229,9 @@ class DynamicInferenceContext:
         """Make findable what requests of a step completed that is read now, except those in `invalid`."""
         if not self.uncommitted:
             return
-        read = set(map(id, batch))
-        ready = [scheduled for scheduled in self.uncommitted if id(scheduled) in read]
-        self.uncommitted = [scheduled for scheduled in self.uncommitted if id(scheduled) not in read]
+        read_ids = set(map(id, batch))
+        ready = [scheduled for scheduled in self.uncommitted if id(scheduled) in read_ids]
+        self.uncommitted = [scheduled for scheduled in self.uncommitted if id(scheduled) not in read_ids]
         for scheduled in ready:
             if scheduled.request.request_id in invalid:
                 self.prefix_cache.reservations.release(scheduled.destinations.values())

@@ -169,8 +169,8 @@ class MambaSlotAllocator:
     def reserve(self, block_ids: Sequence[int]) -> list[int]:
         """See `StateSlots.reserve_slots`."""
         blocks = self._checked_blocks(block_ids)
-        taken = {*self.slots.reserved.values(), *self.slots.cached_states.slot_of_block}
-        if len(set(blocks)) < len(blocks) or not taken.isdisjoint(blocks):
+        used_blocks = {*self.slots.reserved.values(), *self.slots.cached_states.slot_of_block}
+        if len(set(blocks)) < len(blocks) or not used_blocks.isdisjoint(blocks):
             raise ValueError(f"block_ids is {blocks}; accepted: distinct blocks without state or reservation")
         return self.slots.reserve_slots(blocks)
 
@@ -214,8 +214,8 @@ class MambaSlotAllocator:
             MambaSlotCapacityError: too few slots can be freed; nothing is changed.
         """
         blocks = self._checked_blocks(block_ids)
-        if self.slots.reserved and (both := set(self.slots.reserved.values()).intersection(blocks)):
-            raise ValueError(f"block_ids names {min(both)}; accepted: blocks that no reservation will commit")
+        if self.slots.reserved and (ids := set(self.slots.reserved.values()).intersection(blocks)):
+            raise ValueError(f"block_ids names {min(ids)}; accepted: blocks that no reservation will commit")
         return self.slots.allocate_committed(blocks)
 
     def invalidate_block(self, block_id: int) -> None:
@@ -375,13 +375,13 @@ class MambaSlotAllocator:
         self.num_dropped += len(blocks) - count
         if not count:
             return
-        kept = sorted(by_worth[:count])
-        blocks, sources, hashes = ([listed[i] for i in kept] for listed in (blocks, sources, written.hashes))
-        num_inner = bisect_left(kept, len(written.inner_blocks))
-        taken = self.slots.allocate_committed(blocks)
+        order = sorted(by_worth[:count])
+        blocks, sources, hashes = ([values[i] for i in order] for values in (blocks, sources, written.hashes))
+        num_inner = bisect_left(order, len(written.inner_blocks))
+        slots = self.slots.allocate_committed(blocks)
         try:
-            self._copy_intermediate_to_cache(sources[:num_inner], taken[:num_inner])
-            self.store_from_live_batch(taken[num_inner:], sources[num_inner:])
+            self._copy_intermediate_to_cache(sources[:num_inner], slots[:num_inner])
+            self.store_from_live_batch(slots[num_inner:], sources[num_inner:])
         except BaseException:
             self.slots.remove(blocks)
             raise

@@ -154,8 +154,8 @@ class RequestStates:
     def gather(self, batch: Batch, idle_slots: IdleSlots) -> None:
         """Before a step: copy states to live slots where the kernels need them there."""
         if self._in_place:
-            resumed = (scheduled.allocation for scheduled in batch if scheduled.allocation.num_computed)
-            self._to_live([held for held in resumed if held.state_index != held.live_slots[0]])
+            resuming = (scheduled.allocation for scheduled in batch if scheduled.allocation.num_computed)
+            self._to_live([a for a in resuming if a.state_index != a.live_slots[0]])
 
     def scatter(self, batch: Batch, late: Batch = ()) -> None:
         """After a step: bring boundary states to their slots where kernels do not; `late` slots are new."""
@@ -269,10 +269,10 @@ class EncodedStates(RequestStates):
 
     def _staging_slots(self, batch: Batch, idle_slots: IdleSlots) -> list[int]:
         """The slots that are free in a step: those for staging, then idle live ones."""
-        own = range(self._pool.num_live, self._pool.num_slots)
+        staging = range(self._pool.num_live, self._pool.num_slots)
         prefills = (scheduled.allocation for scheduled in batch if not scheduled.decoding)
         drafts = [slot for prefill in prefills for slot in prefill.live_slots[1:]]
-        return [*own, *drafts, *idle_slots()]
+        return [*staging, *drafts, *idle_slots()]
 
     def gather(self, batch: Batch, idle_slots: IdleSlots) -> None:
         places = iter(self._staging_slots(batch, idle_slots))

@@ -163,11 +163,11 @@ def _overwrite_and_unlink(name: Path) -> None:
     """Overwrite and remove this user's file that has no other name; a link is only removed."""
     try:
         with open(name, "r+b", buffering=0, opener=_open_no_link) as opened:
-            found = os.fstat(opened.fileno())
-            owned = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid == os.geteuid()
-            left = found.st_size if owned else 0
-            while left > 0:
-                left -= opened.write(bytes(min(left, _ZEROS_AT_ONCE)))
+            status = os.fstat(opened.fileno())
+            owned = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+            num_left = status.st_size if owned else 0
+            while num_left > 0:
+                num_left -= opened.write(bytes(min(num_left, _ZEROS_AT_ONCE)))
             os.fsync(opened.fileno())
     finally:
         name.unlink(missing_ok=True)

@@ -50,7 +50,7 @@ class StepBuffer:
             for host in self._hosts
         ]
         buffers = self._hosts if self._device is None else [self._device]
-        self._tensors = [cached(lambda shape, own=buffer: dict(_views(own, shape))) for buffer in buffers]
+        self._tensors = [cached(lambda shape, words=buffer: dict(_views(words, shape))) for buffer in buffers]
 
     def arrays(self, shape: StepShape) -> dict[str, Array]:
         """The host arrays of the next step, by name, for the caller to fill; their contents are stale."""
@@ -78,9 +78,9 @@ def _total_words(shape: StepShape) -> int:
 
 
 def _views(buffer: Tensor, shape: StepShape) -> Iterator[tuple[str, Tensor]]:
-    needed = _total_words(shape)
-    if needed > buffer.shape[0]:
-        raise ValueError(f"shape is {shape}, {needed} words; accepted: at most {buffer.shape[0]}")
+    num_words = _total_words(shape)
+    if num_words > buffer.shape[0]:
+        raise ValueError(f"shape is {shape}, {num_words} words; accepted: at most {buffer.shape[0]}")
     start = 0
     int32_buffer = buffer.view(torch.int32)
     for field in INDEX_FIELDS:

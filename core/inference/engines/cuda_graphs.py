@@ -86,13 +86,13 @@ class GraphBuckets:
         fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
         return fitting if fits else None
 
-    def _prefill_tokens(self, needed: int, decoded: int) -> int:
-        """Prefill tokens of a step that also has `decoded` decode tokens, padding included."""
+    def _prefill_tokens(self, num_prefill: int, num_decode: int) -> int:
+        """Prefill tokens of a step that also has `num_decode` decode tokens, padding included."""
         if not self.min_decode_tokens:
-            return min(_padded_size(needed, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
-        most = invariant_bucket(decoded + self.max_prefill_tokens)
-        size = _padded_size(decoded + needed, MIN_CUBLAS_ROWS)  # perhaps 3 * 2^k, which is no bucket
-        return min(invariant_bucket(size), most) - decoded
+            return min(_padded_size(num_prefill, SMALLEST_PREFILL_TOKENS), self.max_prefill_tokens)
+        most = invariant_bucket(num_decode + self.max_prefill_tokens)
+        size = _padded_size(num_decode + num_prefill, MIN_CUBLAS_ROWS)  # perhaps 3 * 2^k, which is no bucket
+        return min(invariant_bucket(size), most) - num_decode
 
 
 def with_few_rows(model: Forward) -> Forward:
@@ -185,7 +185,7 @@ class GraphRunner:
         return usual if usual in self._graphs else None
 
     def _has_room(self, shape: StepShape) -> bool:
-        alike = sum((known.prefills == 0) == (shape.prefills == 0) for known in self._graphs)
+        alike = sum((key.prefills == 0) == (shape.prefills == 0) for key in self._graphs)
         return alike < self._max_graphs
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
@@ -257,7 +257,7 @@ def _next_power(count: int, base: int, maximum: int) -> int:
     return min(size, maximum)
 
 
-def _padded_size(needed: int, smallest: int) -> int:
-    """The first of `smallest` * (1, 1.5, 2, 3, 4, 6, ..) that is at least `needed`; `smallest` is 2^k."""
-    size = max(smallest, power_of_two(needed))
-    return size * 3 // 4 if size > smallest and size * 3 // 4 >= needed else size
+def _padded_size(count: int, smallest: int) -> int:
+    """The first of `smallest` * (1, 1.5, 2, 3, 4, 6, ..) that is at least `count`; `smallest` is 2^k."""
+    size = max(smallest, power_of_two(count))
+    return size * 3 // 4 if size > smallest and size * 3 // 4 >= count else size

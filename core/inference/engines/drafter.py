@@ -57,19 +57,18 @@ class NgramDrafter:
         and compares the last token with each of the window: 40 us for 65,536 tokens. For a sequence that is
         not a view, every call is a first call, which copies the window.
         """
-        kept = None
-        if isinstance(tokens, TokenView):
-            kept = self._indexes.pop(tokens, None)  # an interrupted call keeps nothing
-        if kept is None:
+        # An interrupted call keeps nothing.
+        last_tokens = self._indexes.pop(tokens, None) if isinstance(tokens, TokenView) else None
+        if last_tokens is None:
             first = max(0, len(tokens) - self.window)
-            kept = _LastTokens(first, array("i"))
-        kept.ids.extend(tokens[kept.first + len(kept.ids) :])
-        if len(kept.ids) >= 2 * self.window:
-            num_old = len(kept.ids) - self.window
-            kept = _LastTokens(kept.first + num_old, kept.ids[num_old:])
+            last_tokens = _LastTokens(first, array("i"))
+        last_tokens.ids.extend(tokens[last_tokens.first + len(last_tokens.ids) :])
+        if len(last_tokens.ids) >= 2 * self.window:
+            num_old = len(last_tokens.ids) - self.window
+            last_tokens = _LastTokens(last_tokens.first + num_old, last_tokens.ids[num_old:])
         if isinstance(tokens, TokenView):
-            self._indexes[tokens] = kept
-        ids = np.frombuffer(kept.ids, np.int32)[-self.window :]
+            self._indexes[tokens] = last_tokens
+        ids = np.frombuffer(last_tokens.ids, np.int32)[-self.window :]
         start = self._end_of_occurrence(ids)
         if start < 0:
             return []

@@ -283,8 +283,8 @@ class DynamicInferenceEngine:
         )  # fmt: skip
         self.ensure_allocated("generate")
         requests = [  # all of them are checked before one has an id
-            self.factory.new_request("prompt" if len(arguments) == 1 else f"prompts[{i}]", *own)
-            for i, own in enumerate(arguments)
+            self.factory.new_request("prompt" if len(arguments) == 1 else f"prompts[{i}]", *args)
+            for i, args in enumerate(arguments)
         ]
         return self._serve(requests, progress)
 
@@ -319,7 +319,7 @@ class DynamicInferenceEngine:
             "sequence", sequences, start=start, cache_salt=cache_salt, checkpoint_plan=checkpoint_plan
         )
         self.ensure_allocated("score")
-        requests = [self.factory.new_sequence(f"sequences[{i}]", *own) for i, own in enumerate(arguments)]
+        requests = [self.factory.new_sequence(f"sequences[{i}]", *args) for i, args in enumerate(arguments)]
         results = self._serve(requests, progress, is_users=False)
         return [
             ScoreResult(

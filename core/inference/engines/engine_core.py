@@ -55,8 +55,8 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = ((number, signal.getsignal(number)) for number in _DEFERRED_SIGNALS)
-    handlers = {number: handler for number, handler in found if handler not in _NOT_DEFERRED}
+    pairs = ((number, signal.getsignal(number)) for number in _DEFERRED_SIGNALS)
+    handlers = {number: handler for number, handler in pairs if handler not in _NOT_DEFERRED}
     arrived: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
@@ -214,7 +214,7 @@ class EngineCore:
         with self.changing():
             self.requests[request.request_id] = request
             self.scheduler.add(request)
-        if self.observers.known:
+        if self.observers.members:
             self.observers.notify("request_added", request)
 
     def end(self, request_id: int, reason: FinishReason) -> RequestResult:
@@ -241,7 +241,7 @@ class EngineCore:
             finally:
                 self.is_stepping = False
         self.scheduler.admitted = {}
-        if self.observers.known:
+        if self.observers.members:
             for scheduled in batch:
                 if not scheduled.decoding and (scheduled.num_resumed or scheduled.admits):
                     self.observers.notify("request_resumed", scheduled)
@@ -316,7 +316,7 @@ class EngineCore:
 
     def _queue_end(self, request: DynamicInferenceRequest, result: RequestResult) -> None:
         """Queue an end for the observers, who receive it unless it is undone before."""
-        if self.observers.known:
+        if self.observers.members:
             self.observers.pending_ends.append((request, result))
 
     def notify_ended(self) -> None:

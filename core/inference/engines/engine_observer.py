@@ -69,21 +69,21 @@ class Observers:
     """Notifies the observers of an engine. One that raises is logged, and dropped."""
 
     def __init__(self) -> None:
-        self.known: tuple[EngineObserver, ...] = ()
+        self.members: tuple[EngineObserver, ...] = ()
         self.pending_ends: deque[tuple[DynamicInferenceRequest, RequestResult]] = deque()  # not received yet
         self._is_notifying = False
 
     def add(self, observer: EngineObserver) -> None:
         if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in _CALLS):
             raise refused("observer", observer, f"an object with the methods {', '.join(_CALLS)}")
-        if all(observer is not known for known in self.known):
-            self.known = (*self.known, observer)
+        if all(observer is not member for member in self.members):
+            self.members = (*self.members, observer)
 
     def remove(self, observer: EngineObserver) -> None:
-        others = tuple(known for known in self.known if known is not observer)
-        if len(others) == len(self.known):
+        members = tuple(member for member in self.members if member is not observer)
+        if len(members) == len(self.members):
             raise refused("observer", observer, "one that observes this engine")
-        self.known = others
+        self.members = members
 
     def notify_ended(self) -> None:
         """Notify of the requests that have ended since the last call, unless the end was undone."""
@@ -100,9 +100,9 @@ class Observers:
             self._is_notifying = False
 
     def notify(self, call: str, *arguments: object) -> None:
-        for observer in self.known:
+        for observer in self.members:
             try:
                 getattr(observer, call)(*arguments)
             except Exception:
                 logger.exception("%s of observer %s failed; it is dropped", call, shown(observer))
-                self.known = tuple(known for known in self.known if known is not observer)
+                self.members = tuple(member for member in self.members if member is not observer)

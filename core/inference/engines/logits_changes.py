@@ -142,26 +142,26 @@ class LogitsChanges:
 
     def _up_to_date(self, scheduled: ScheduledRequest, vocabulary: int) -> _Counted:
         """The request's counts of its prompt and of all tokens before this step."""
-        request, known = scheduled.request, scheduled.answer_length
+        request, answer_length = scheduled.request, scheduled.answer_length
         counted = self._counted.get(request)
         # A new request, or one of which an unread token was dropped, is counted from its start.
-        if counted is None or counted.num_tokens > known:
+        if counted is None or counted.num_tokens > answer_length:
             row = self._free_row(vocabulary) if counted is None else counted.row
             self._counts[row].zero_()
             if request.sampling.repetition_penalty != 1.0:
                 self._counts[row].index_fill_(0, self._sent(request.prompt_tokens), 1)
             counted = self._counted[request] = _Counted(row, 0)
         new = request.tokens[len(request.prompt_tokens) + counted.num_tokens :]
-        new = new[: known - counted.num_tokens]
+        new = new[: answer_length - counted.num_tokens]
         if new:
             _add(self._counts, self._sent([counted.row] * len(new)), self._sent(new))
             counted.num_tokens += len(new)
-        assert counted.num_tokens == known, "an unread token is counted when it is drawn"
+        assert counted.num_tokens == answer_length, "an unread token is counted when it is drawn"
         return counted
 
     def _free_row(self, vocabulary: int) -> int:
-        taken = {counted.row for counted in self._counted.values()}
-        row = next(row for row in range(len(taken) + 1) if row not in taken)
+        used_rows = {counted.row for counted in self._counted.values()}
+        row = next(row for row in range(len(used_rows) + 1) if row not in used_rows)
         if row >= len(self._counts):
             size = max(4, 2 * len(self._counts))
             larger = self._counts.new_zeros(size, vocabulary)
@@ -172,16 +172,16 @@ class LogitsChanges:
 
     def _biases(self, rows: Sequence[Row], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """`logit_bias`, and -inf for what would end an answer before `min_tokens`."""
-        listed: list[tuple[int, float]] = []
+        entries: list[tuple[int, float]] = []
         for row, (scheduled, number) in enumerate(rows):
             sampling = scheduled.request.sampling
             first = row * width
-            listed += [(first + token, bias) for token, bias in sampling.biases]
+            entries += [(first + token, bias) for token, bias in sampling.biases]
             if scheduled.answer_length + number < sampling.min_tokens:
-                listed += [(first + token, -math.inf) for token in sorted({*sampling.stops})]
-        if not listed:
+                entries += [(first + token, -math.inf) for token in sorted({*sampling.stops})]
+        if not entries:
             return None
-        places, biases = zip(*listed, strict=True)
+        places, biases = zip(*entries, strict=True)
         return self._sent(places), self._sent(biases, dtype)
 
     def _sent(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:

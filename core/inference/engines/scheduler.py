@@ -64,12 +64,12 @@ class Scheduler:
 
     def rebuild(self, requests: Iterable[DynamicInferenceRequest]) -> None:
         """Queue exactly these requests, running ones first; the context has taken back all that they held."""
-        known = {request.request_id: request for request in requests}
-        for request in known.values():
+        by_id = {request.request_id: request for request in requests}
+        for request in by_id.values():
             request.allocation = None  # of a request that was getting its row, too
             request.match = None
-        ordered = [*self.running, *self.waiting.values(), *known.values()]
-        self._queue(request for request in ordered if known.get(request.request_id) is request)
+        ordered = [*self.running, *self.waiting.values(), *by_id.values()]
+        self._queue(request for request in ordered if by_id.get(request.request_id) is request)
 
     def _queue(self, requests: Iterable[DynamicInferenceRequest]) -> None:
         """Let exactly these requests wait, in this order, and none run."""
@@ -176,9 +176,9 @@ class Scheduler:
                 if num_awaiting == _MAX_AWAITING:
                     break
                 continue
-            others = (other for other in self.waiting.values() if other.allocation is None)
+            candidates = (candidate for candidate in self.waiting.values() if candidate.allocation is None)
             scheduled = self._context.admission.schedule_request(
-                request, budget, next_slots[i + 1 :], islice(others, MAX_COMPARED)
+                request, budget, next_slots[i + 1 :], islice(candidates, MAX_COMPARED)
             )
             if scheduled is None:
                 if self._fits_beside_pins(request, match):

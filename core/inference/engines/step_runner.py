@@ -128,10 +128,11 @@ class SampledStep:
         for scheduled in batch:
             first, stop = stop, stop + len(scheduled.logit_positions)
             if scheduled.scored_positions:
-                own, request = logits[first : first + len(scheduled.scored_positions)], scheduled.request
+                request = scheduled.request
+                scored_logits = logits[first : first + len(scheduled.scored_positions)]
                 targets = tensor_on(logits.device, request.target_tokens(scheduled.scored_positions))
-                columns["log_probs", request.request_id] = log_probs_of(own, targets)
-                columns["largest", request.request_id] = own.amax(dim=-1)
+                columns["log_probs", request.request_id] = log_probs_of(scored_logits, targets)
+                columns["largest", request.request_id] = scored_logits.amax(dim=-1)
             if scheduled.samples_token:
                 rows += range(stop - 1 - len(scheduled.drafts), stop)
         if self._sampled:
@@ -165,10 +166,10 @@ class SampledStep:
             return None
         assert self._drawn is not None, "a step without drafts draws a token for each of these"
         rows = {scheduled.request.request_id: row for row, scheduled in enumerate(self._sampled)}
-        wanted = [rows[request.request_id] for request in requests]
-        if wanted == list(range(len(self._drawn))):
+        indices = [rows[request.request_id] for request in requests]
+        if indices == list(range(len(self._drawn))):
             return self._drawn
-        return self._drawn.index_select(0, tensor_on(self._drawn.device, wanted))
+        return self._drawn.index_select(0, tensor_on(self._drawn.device, indices))
 
     def append_tokens(self) -> NewTokens:
         """Wait for the new tokens, and append them to their requests, once; returns them by request id."""
@@ -191,8 +192,8 @@ class SampledStep:
                 continue
             new = drawn[first:stop]
             if scheduled.drafts:  # rows after the first wrong draft mean nothing
-                known = [generated_token.token for generated_token in new]
-                right = accepted_tokens(scheduled.drafts, known, request.sampling.stops)
+                token_ids = [generated_token.token for generated_token in new]
+                right = accepted_tokens(scheduled.drafts, token_ids, request.sampling.stops)
                 new = new[: len(right)]
             if not all_finite and not all(map(math.isfinite, largest[first : first + len(new)])):
                 invalid.add(request.request_id)
@@ -203,8 +204,8 @@ class SampledStep:
             request.append(tokens, log_probs, now_s, tops)
         for scheduled in self._scored:
             if scheduled.request.request_id not in invalid and scheduled.request.result is None:
-                own = columns["log_probs", scheduled.request.request_id]
-                scheduled.request.set_prompt_log_probs(scheduled.scored_positions, own)
+                prompt_log_probs = columns["log_probs", scheduled.request.request_id]
+                scheduled.request.set_prompt_log_probs(scheduled.scored_positions, prompt_log_probs)
         self.invalid = tuple(sorted(invalid))
         self._tokens = generated
         return generated

@@ -113,8 +113,8 @@ class RankConnections:
             raise TimeoutError(f"ranks {missing} have not ended a call within {self._timeout_s:g} s")
         texts = [
             f"rank {rank} {answered}, and rank 0 {expected}"
-            for rank, theirs in self._outcomes_of.items()
-            for answered, expected in zip(theirs, self._own_outcomes, strict=False)
+            for rank, outcomes in self._outcomes_of.items()
+            for answered, expected in zip(outcomes, self._own_outcomes, strict=False)
             if answered.kind != expected.kind or answered.is_broken
         ]
         with self._lock:
@@ -125,7 +125,7 @@ class RankConnections:
 
     def _missing(self) -> list[int]:
         """Ranks that have not made all calls."""
-        return [rank for rank, theirs in self._outcomes_of.items() if len(theirs) < self._num_sent]
+        return [rank for rank, outcomes in self._outcomes_of.items() if len(outcomes) < self._num_sent]
 
     def await_answers(self, timeout_s: float) -> None:
         """Wait until each rank has made all calls or is lost, at most `timeout_s`."""
@@ -168,12 +168,12 @@ class RankConnections:
                 if not self._has_sent_lost:
                     self._has_sent_lost = True
                     self._send_to_all(Lost(self.lost))
-            ended = [self._own_outcomes, *self._outcomes_of.values()]
-            alike = min(map(len, ended))  # calls that ended on all ranks
+            outcomes_of_rank = [self._own_outcomes, *self._outcomes_of.values()]
+            num_alike = min(map(len, outcomes_of_rank))  # calls that ended on all ranks
             failed = [
                 f"rank {rank} {outcome}"
-                for rank, own in enumerate(ended)
-                for outcome in own[alike:]
+                for rank, outcomes in enumerate(outcomes_of_rank)
+                for outcome in outcomes[num_alike:]
                 if outcome.kind
             ]
             if not failed:

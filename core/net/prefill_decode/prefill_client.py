@@ -129,8 +129,8 @@ class PrefillClient:
 
     def give_up(self, reason: str) -> None:
         """Answer every question with the failure; each one is cancelled at the worker, too."""
-        for asked in self._pending.values():
-            asked.resolve(RemotePrefill(failure=reason))
+        for pending in self._pending.values():
+            pending.resolve(RemotePrefill(failure=reason))
 
     async def _next_answer(self, link: Link) -> Answer:
         """The worker's next message, at most `silence_s` after the last one."""
@@ -149,18 +149,17 @@ class PrefillClient:
             if report.failure:
                 raise PeerLostError(report.failure)
             self._retry_s = FIRST_RETRY_S
-            asked = self._pending.pop(answer.number, None)  # None: it was cancelled, and sent all the same
-            if asked is not None:
+            if (pending := self._pending.pop(answer.number, None)) is not None:  # None: cancelled, and sent
                 failure = ""
                 if report.other_key.prefixes:
                     failure = "the prefill worker hashes salts under another key"
                 elif report.left_out.states:
                     failure = "the cache has no room for it"
-                took_s = computed_s - asked.asked_s, time.perf_counter() - computed_s
-                asked.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
+                took_s = computed_s - pending.asked_s, time.perf_counter() - computed_s
+                pending.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
         elif isinstance(answer, messages.Refused):
-            if (asked := self._pending.pop(answer.number, None)) is not None:
-                asked.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
+            if (pending := self._pending.pop(answer.number, None)) is not None:
+                pending.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
         elif isinstance(answer, messages.End):
             raise PeerLostError(answer.reason)
 

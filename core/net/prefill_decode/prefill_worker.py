@@ -238,8 +238,8 @@ class PrefillSession:
             while True:
                 question = await self.questions.get()
                 if isinstance(question, Cancel):
-                    if (computing := self._computing.get(question.number)) is not None:
-                        computing.cancel()
+                    if (task := self._computing.get(question.number)) is not None:
+                        task.cancel()
                 elif isinstance(question, Prefill) and question.number not in self._computing:
                     prefill = self._prefill(question, channel)
                     self._computing[question.number] = tasks.create_task(prefill)
@@ -250,25 +250,24 @@ class PrefillSession:
 
     async def _prefill(self, prefix: Prefill, channel: TransferChannel) -> None:
         """Compute a prefix and hand it over."""
-        number = prefix.number
         try:
             async with (
                 self._room.prompt(len(prefix.tokens)),
                 computed_prefix(self._server, prefix.tokens, prefix.salt),
                 self._sending,
             ):
-                del self._computing[number]  # it is not cancelled any more: the peer receives it
-                self._send(Computed(number))
+                del self._computing[prefix.number]  # it is not cancelled any more: the peer receives it
+                self._send(Computed(prefix.number))
                 try:
-                    sent = await self._server.call(lambda _: channel.send([(prefix.tokens, prefix.salt)]))
+                    report = await self._server.call(lambda _: channel.send([(prefix.tokens, prefix.salt)]))
                 except ValueError as error:  # of an engine that can hand nothing over
                     raise PeerLostError(str(error)) from error
-                if sent.failure:
-                    raise PeerLostError(f"a prefix did not reach it: {sent.failure}")
+                if report.failure:
+                    raise PeerLostError(f"a prefix did not reach it: {report.failure}")
         except (ValueError, PrefixLostError) as error:
-            self._send(messages.Refused(number, str(error)))
+            self._send(messages.Refused(prefix.number, str(error)))
         finally:
-            self._computing.pop(number, None)
+            self._computing.pop(prefix.number, None)
 
     def _send(self, answer: Answer) -> None:
         self._listener.send(self._peer, answer)

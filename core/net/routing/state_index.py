@@ -38,20 +38,20 @@ class StateIndex:
 
     def apply(self, events: StateEvents) -> bool:
         """Apply a message, unless it is old; False, and nothing changed, where earlier ones are missing."""
-        known = self._replicas.get(events.replica) or _Replica()
-        same_epoch = events.epoch == known.epoch
-        least = known.sequence if events.is_snapshot else known.sequence + 1
-        if events.epoch < known.epoch or (same_epoch and events.sequence < least):
+        replica = self._replicas.get(events.replica) or _Replica()
+        same_epoch = events.epoch == replica.epoch
+        least = replica.sequence if events.is_snapshot else replica.sequence + 1
+        if events.epoch < replica.epoch or (same_epoch and events.sequence < least):
             return True
         begins = events.is_snapshot or (events.sequence == 0 and not same_epoch)
         if not begins and not (same_epoch and events.sequence == least):
             return False
-        self._replicas[events.replica] = known
-        self._remove(events.replica, known.hashes.difference(events.inserted) if begins else events.removed)
+        self._replicas[events.replica] = replica
+        self._remove(events.replica, replica.hashes.difference(events.inserted) if begins else events.removed)
         for prefix_hash in events.inserted:
-            if prefix_hash not in known.hashes:
+            if prefix_hash not in replica.hashes:
                 self._insert(events.replica, prefix_hash)
-        known.epoch, known.sequence = events.epoch, events.sequence
+        replica.epoch, replica.sequence = events.epoch, events.sequence
         return True
 
     def remove(self, replica: str) -> None:
@@ -62,28 +62,28 @@ class StateIndex:
 
     def deepest(self, hashes: Sequence[int]) -> dict[str, int]:
         """Replica -> blocks after which it can resume, the deepest first, as {"b": 3, "a": 2}; O(blocks)."""
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         for depth in range(len(hashes), 0, -1):
             for replica in self._holders.get(hashes[depth - 1], ()):
-                found.setdefault(replica, depth)
-            if len(found) == len(self._replicas):
+                depths.setdefault(replica, depth)
+            if len(depths) == len(self._replicas):
                 break
-        return found
+        return depths
 
     def _insert(self, replica: str, prefix_hash: int) -> None:
-        others = self._holders.get(prefix_hash, ())
-        if not others and len(self._holders) >= self.max_hashes:
+        holders = self._holders.get(prefix_hash, ())
+        if not holders and len(self._holders) >= self.max_hashes:
             self.num_ignored += 1
             return
         # First: after an interrupt, the next snapshot removes it.
         self._replicas[replica].hashes.add(prefix_hash)
-        self._holders[prefix_hash] = (*others, replica)
+        self._holders[prefix_hash] = (*holders, replica)
 
     def _remove(self, replica: str, hashes: Collection[int]) -> None:
-        held = self._replicas[replica].hashes
-        for prefix_hash in held.intersection(hashes):
-            if rest := tuple(name for name in self._holders.get(prefix_hash, ()) if name != replica):
-                self._holders[prefix_hash] = rest
+        replica_hashes = self._replicas[replica].hashes
+        for prefix_hash in replica_hashes.intersection(hashes):
+            if holders := tuple(name for name in self._holders.get(prefix_hash, ()) if name != replica):
+                self._holders[prefix_hash] = holders
             else:
                 self._holders.pop(prefix_hash, None)
-            held.discard(prefix_hash)
+            replica_hashes.discard(prefix_hash)

@@ -153,43 +153,44 @@ class ExpectedStates:
 
     def __init__(self) -> None:
         # hash -> replica and the request's number there; least recently sent first
-        self._sent: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        self._entries: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._num_sent: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._sent)
+        return len(self._entries)
 
     def add(self, hashes: Sequence[int], replica: str) -> None:
         """A prompt with these blocks was sent to a replica."""
         self._num_sent[replica] += 1
-        entry, sent = (replica, self._num_sent[replica]), self._sent
+        entry = replica, self._num_sent[replica]
+        entries = self._entries
         for prefix_hash in hashes:
-            sent[prefix_hash] = entry
-            sent.move_to_end(prefix_hash)
-        while sent and (len(sent) > MAX_EXPECTED_HASHES or self._is_expired(next(iter(sent)))):
-            sent.popitem(last=False)
+            entries[prefix_hash] = entry
+            entries.move_to_end(prefix_hash)
+        while entries and (len(entries) > MAX_EXPECTED_HASHES or self._is_expired(next(iter(entries)))):
+            entries.popitem(last=False)
 
     def remove_published(self, hashes: Sequence[int], replica: str) -> None:
         """Remove the entries of a replica that has published these states or their eviction."""
         for prefix_hash in hashes:
-            if prefix_hash in self._sent and self._sent[prefix_hash][0] == replica:
-                del self._sent[prefix_hash]
+            if prefix_hash in self._entries and self._entries[prefix_hash][0] == replica:
+                del self._entries[prefix_hash]
 
     def remove(self, replica: str) -> None:
         """Remove the entries of a replica that is gone; O(entries)."""
         self._num_sent.pop(replica, None)
-        for prefix_hash in [prefix_hash for prefix_hash, (name, _) in self._sent.items() if name == replica]:
-            del self._sent[prefix_hash]
+        for prefix_hash in [h for h, (name, _) in self._entries.items() if name == replica]:
+            del self._entries[prefix_hash]
 
     def deepest(self, hashes: Sequence[int]) -> tuple[str, int]:
         """The replica that was sent the longest part of a prompt, and its blocks; ("", 0) for none."""
         for depth in range(len(hashes), 0, -1):
-            if hashes[depth - 1] in self._sent and not self._is_expired(hashes[depth - 1]):
-                return self._sent[hashes[depth - 1]][0], depth
+            if hashes[depth - 1] in self._entries and not self._is_expired(hashes[depth - 1]):
+                return self._entries[hashes[depth - 1]][0], depth
         return "", 0
 
     def _is_expired(self, prefix_hash: int) -> bool:
-        replica, number = self._sent[prefix_hash]
+        replica, number = self._entries[prefix_hash]
         return self._num_sent[replica] - number >= WAITING_REQUESTS
 
 
@@ -213,18 +214,18 @@ class RecentWork:
 
     def insert(self, replicas: Sequence[str]) -> None:
         """Let the new ones of these replicas begin with the mean of the others of these."""
-        known = [self.tokens[name] for name in replicas if name in self.tokens]
-        mean = sum(known) / len(known) if known else 0.0
+        tokens = [self.tokens[name] for name in replicas if name in self.tokens]
+        mean = sum(tokens) / len(tokens) if tokens else 0.0
         for name in replicas:
             self.tokens.setdefault(name, mean)
 
     def add(self, replica: str, num_tokens: int) -> None:
         """Record a request of `num_tokens` that was sent to a replica; O(replicas)."""
         self.insert([replica])
-        kept = 1 - 1 / (REMEMBERED_REQUESTS * len(self.tokens))
+        decay = 1 - 1 / (REMEMBERED_REQUESTS * len(self.tokens))
         for name in self.tokens:
-            self.tokens[name] *= kept
-        self._total, self._num_requests = self._total * kept + num_tokens, self._num_requests * kept + 1
+            self.tokens[name] *= decay
+        self._total, self._num_requests = self._total * decay + num_tokens, self._num_requests * decay + 1
         self.tokens[replica] += num_tokens
 
     def remove(self, replica: str) -> None:

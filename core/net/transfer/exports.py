@@ -132,8 +132,8 @@ def chosen_states(
         raise refused("prefixes", prefixes, "a list of (tokens, salt), or None")
     chosen: set[int] = set()
     for index, prefix in enumerate(prefixes):
-        found = [block for block in _path_of(access, index, prefix) if block in state_slots]
-        chosen.update(found[-1:] if deepest else found)
+        blocks = [block for block in _path_of(access, index, prefix) if block in state_slots]
+        chosen.update(blocks[-1:] if deepest else blocks)
     return {block: slot for block, slot in state_slots.items() if block in chosen}
 
 

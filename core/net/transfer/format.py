@@ -137,13 +137,13 @@ class PrefixFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             },
         )
 
-    def check_fits(self, own: "PrefixFormat") -> None:
-        """Raises a TransferError that names everything in which this format differs from `own`."""
-        theirs, ours = self._texts(), own._texts()
+    def check_fits(self, own_format: "PrefixFormat") -> None:
+        """Raises a TransferError that names everything in which this format differs from `own_format`."""
+        texts, own_texts = self._texts(), own_format._texts()
         differences = [
-            f"{name} is {text}; accepted: {ours[name]}, as here"
-            for name, text in theirs.items()
-            if name in ours and text != ours[name]
+            f"{name} is {text}; accepted: {own_texts[name]}, as here"
+            for name, text in texts.items()
+            if name in own_texts and text != own_texts[name]
         ]
         if differences:
             raise TransferError("the export does not fit: " + "; and ".join(differences))
@@ -191,11 +191,11 @@ class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unkn
         """The nodes of prefixes with salts, where their roots were made under another key than this one."""
         if self.salt_key_id in ("", salt_key_id):
             return frozenset()
-        found: set[int] = set()
+        nodes: set[int] = set()
         for node, parent in enumerate(self.parents):
-            if parent in found or (parent < 0 and self.roots[-1 - parent] != PUBLIC_ROOT):
-                found.add(node)
-        return frozenset(found)
+            if parent in nodes or (parent < 0 and self.roots[-1 - parent] != PUBLIC_ROOT):
+                nodes.add(node)
+        return frozenset(nodes)
 
     @cached_property
     def hashes(self) -> tuple[int, ...]:

@@ -155,11 +155,11 @@ class TransferChannel:
         session = self._begin(access, timeout_s)
         assert isinstance(session, Source)
         try:
-            sent = session.run_until_deadline(lambda: session.send(offered))
+            totals = session.run_until_deadline(lambda: session.send(offered))
         except Exception as error:
             self._fail("was not sent", error, error)
             return SendReport(failure=described(error))
-        return SendReport(len(forest.leaves), len(forest.states), *sent)
+        return SendReport(len(forest.leaves), len(forest.states), *totals)
 
     def receive(self, *, timeout_s: float | None = None) -> ImportReport:
         """Import what the other side sends.

@@ -109,8 +109,8 @@ class Peer:
         """Receive what came before the connection was closed; TransferError where that is a refusal."""
         if self.link is not None:
             with suppress(PeerLostError):
-                while (found := self.link.receive(0.0)) is not None:
-                    self.take(*found)
+                while (arrival := self.link.receive(0.0)) is not None:
+                    self.take(*arrival)
         self.check_not_refused()
 
     @contextmanager

@@ -78,10 +78,11 @@ def import_prefixes(engine: DynamicInferenceEngine, pieces: AnyShard | Sequence[
         for index, part in enumerate(parts):
             if not isinstance(part, AnyShard):
                 raise refused(f"pieces[{index}]", part, "a PrefixShard or bytes")
-        own, shards = access.format(), []
+        own_format = access.format()
+        shards = []
         for part in parts:
             shard = part if isinstance(part, PrefixShard) else decode_prefixes(part)
-            shard.format.check_fits(own)
+            shard.format.check_fits(own_format)
             if isinstance(part, PrefixShard):
                 shard.check()  # `decode_prefixes` has done so
             shards.append(shard)

@@ -104,13 +104,13 @@ class PartCopies:
 
 def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:
     """The layers and units of `part` in the pools of this rank, in the order of the pools' dimensions."""
-    own, regions = shard_of(access.spec), {}
+    own_shard, regions = shard_of(access.spec), {}
     for name, pool in access.pools.items():
-        held, wanted = own[name], part[name]
+        outer, inner = own_shard[name], part[name]
         native = pool.permute(0, 3, 1, 4, 2, 5) if name == KV else pool
-        layers = native[wanted.layers.start - held.layers.start : wanted.layers.stop - held.layers.start]
-        first = wanted.units.start - held.units.start
-        regions[name] = layers.narrow(4 if name == KV else 2, first, wanted.units.count)
+        layers = native[inner.layers.start - outer.layers.start : inner.layers.stop - outer.layers.start]
+        first = inner.units.start - outer.units.start
+        regions[name] = layers.narrow(4 if name == KV else 2, first, inner.units.count)
     return regions
 
 
@@ -122,8 +122,8 @@ def _slice(
     units = part[name].units.count
     shape: tuple[int, ...] = num_layers, num_entries, units, *tensor.shape
     if name == KV:
-        both, block_size, head_dim = tensor.shape
-        shape = num_layers, both, num_entries, block_size, units, head_dim
+        kv, block_size, head_dim = tensor.shape
+        shape = num_layers, kv, num_entries, block_size, units, head_dim
     return PieceSlice(name, layers, entries, shape, tensor.torch_dtype)
 
 

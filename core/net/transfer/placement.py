@@ -185,12 +185,12 @@ class Placement:
                 del self.new_slots[node]
                 if holders == [slot]:
                     committed.add(node)
-        known = self._block_of.keys() - {node for path in self._new_paths for node in path}
-        left_out = set(range(len(forest))) - known - registered - self._other_key
+        known_nodes = self._block_of.keys() - {node for path in self._new_paths for node in path}
+        left_out = set(range(len(forest))) - known_nodes - registered - self._other_key
         own_states, other_states = set(self._states), set(forest.states) & self._other_key
         return ImportReport(
             imported=self._counts(registered, committed),
-            known=self._counts(known, known_states),
+            known=self._counts(known_nodes, known_states),
             left_out=self._counts(left_out, own_states - known_states - committed),
             other_key=self._counts(self._other_key, other_states),
         )

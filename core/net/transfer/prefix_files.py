@@ -202,9 +202,9 @@ def _read_part(folder: Path, own_format: PrefixFormat, own_shard: Shard) -> tupl
     entries = _entries_of(text)
     for entry in entries:
         check_shard(own_format, entry.shard)
-    needed = sources_for([entry.shard for entry in entries], own_shard)
+    sources = sources_for([entry.shard for entry in entries], own_shard)
     pieces = []
-    for entry in [entries[index] for index in needed] or entries[:1]:  # at least one: it has the prefixes
+    for entry in [entries[index] for index in sources] or entries[:1]:  # at least one: it has the prefixes
         try:
             data = read_regular(folder / entry.file)
         except OSError as error:

@@ -179,9 +179,9 @@ class Source(Session[Address]):
     def connect(self) -> None:
         """Connect to all ranks, where they are now; PeerLostError: one is lost, TransferError: it refused."""
         first = self._endpoint(0)
-        wanted = [first.address, *(self._endpoint(rank).address for rank in range(1, first.ranks))]
-        self._end_lost(wanted)
-        for rank, address in enumerate(wanted):
+        addresses = [first.address, *(self._endpoint(rank).address for rank in range(1, first.ranks))]
+        self._end_lost(addresses)
+        for rank, address in enumerate(addresses):
             name = f"rank {rank} of the destination"
             if address not in self.peers:
                 try:
@@ -190,18 +190,18 @@ class Source(Session[Address]):
                     raise PeerLostError(f"{name} was lost: {error}") from error
                 self.peers[address] = Peer(name, link.send, link.is_connected, link)
 
-    def _end_lost(self, wanted: Container[Address]) -> None:
-        """End connections that are lost or not wanted; TransferError where one refused the offer before."""
+    def _end_lost(self, addresses: Container[Address]) -> None:
+        """End lost connections, and those to other addresses; TransferError: a peer has refused the offer."""
         for address, peer in list(self.peers.items()):
-            if address not in wanted or not peer.is_connected():
+            if address not in addresses or not peer.is_connected():
                 if peer.has_offer:
                     peer.take_last_messages()
                 self.disconnect([address])
 
     def receive_messages(self, peer: Peer, timeout_s: float) -> None:
         assert peer.link is not None
-        if (found := peer.link.receive(timeout_s)) is not None:
-            peer.take(*found)
+        if (arrival := peer.link.receive(timeout_s)) is not None:
+            peer.take(*arrival)
 
     def _endpoint(self, rank: int) -> messages.Endpoint:
         """What a rank of the destination has written, or will have."""
@@ -214,11 +214,11 @@ class Source(Session[Address]):
         except RuntimeError as error:
             raise TransferError(f"the store was lost: {error}") from error
         try:
-            found = msgspec.json.decode(data)
-            if found["protocol"] != messages.PROTOCOL_VERSION:
+            fields = msgspec.json.decode(data)
+            if fields["protocol"] != messages.PROTOCOL_VERSION:
                 accepted = f"{messages.PROTOCOL_VERSION}, of the release of mambaslots here"
-                raise refused("protocol", found["protocol"], accepted)
-            return msgspec.convert(found, messages.Endpoint)
+                raise refused("protocol", fields["protocol"], accepted)
+            return msgspec.convert(fields, messages.Endpoint)
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise TransferError(f"{name} is no rank of a hand-over: {error}") from error
 
@@ -227,14 +227,14 @@ class Source(Session[Address]):
         groups = self.access.spec.groups
         prefixes = msgspec.msgpack.encode(offered.description)
         answers = self._answers(Offer(groups.rank, groups.size, prefixes, self.nccl))
-        wanted = [(peer, request) for peer, request in answers if request.part is not None]
+        requests = [(peer, request) for peer, request in answers if request.part is not None]
         self.num_bytes, seconds = 0, 0.0
-        for peer, request in wanted:
+        for peer, request in requests:
             with peer.named():
                 begin = time.perf_counter()
                 self._send_part(peer, request, offered)
                 seconds += time.perf_counter() - begin
-        return len(wanted), self.num_bytes, seconds
+        return len(requests), self.num_bytes, seconds
 
     def _answers(self, offer: Offer) -> list[tuple[Peer, PieceRequest]]:
         """Offer to all ranks until all have answered; a destination that starts again gets the offer anew."""
@@ -315,25 +315,25 @@ class Destination(Session[bytes]):
         newest = [self._offers.pop(rank) for rank in range(self._offers[0][1].ranks)]
         offers = []
         for peer, offer in newest:
-            found = decode(offer.prefixes, Description)
-            found.format.check_fits(self.access.format())
-            found.check()
-            offers.append((peer, offer, found))
-        if len({found.forest.digest for *_, found in offers}) > 1:
+            description = decode(offer.prefixes, Description)
+            description.format.check_fits(self.access.format())
+            description.check()
+            offers.append((peer, offer, description))
+        if len({description.forest.digest for *_, description in offers}) > 1:
             raise TransferError("ranks of the source offer different prefixes; accepted: the same of all")
         return offers
 
     def _missing_rank(self) -> int | None:
         """A rank of the source of which no offer is there; None where all have come."""
-        self._offers = {rank: own for rank, own in self._offers.items() if own[0].is_connected()}
+        self._offers = {rank: pair for rank, pair in self._offers.items() if pair[0].is_connected()}
         count = self._offers[0][1].ranks if 0 in self._offers else 1
         return next((rank for rank in range(count) if rank not in self._offers), None)
 
     def fill(self, offers: list[tuple[Peer, Offer, Description]], placement: Placement) -> None:
         """Ask the source for the blocks and states of a placement, and copy them into the pools."""
         blocks, slots = placement.new_blocks, placement.new_slots  # by node
-        parts = sources_for([found.shard for *_, found in offers], shard_of(self.access.spec))
-        asked: list[tuple[Peer, PieceRequest]] = []
+        parts = sources_for([description.shard for *_, description in offers], shard_of(self.access.spec))
+        requests: list[tuple[Peer, PieceRequest]] = []
         for index, (peer, offer, _) in enumerate(offers):
             with peer.named():
                 if index not in parts:
@@ -341,13 +341,14 @@ class Destination(Session[bytes]):
                     continue
                 over_nccl = self.nccl is not None and self.nccl.fits(offer.nccl)
                 new_id = new_nccl_id() if over_nccl and peer.nccl_pipe is None else b""
-                asked.append((peer, PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)))
-                peer.send(asked[-1][1])
+                request = PieceRequest(parts[index], list(blocks), list(slots), over_nccl, new_id)
+                requests.append((peer, request))
+                peer.send(request)
         self.num_bytes = 0
-        for peer, request in asked:
+        for peer, request in requests:
             with peer.named():
-                own = list(blocks.values()), list(slots.values())
-                sums = self.exchange(receive_pieces, peer, request, *own)
+                places = list(blocks.values()), list(slots.values())
+                sums = self.exchange(receive_pieces, peer, request, *places)
                 self.staging.scrub()
                 if self.expect(peer, messages.Checksums).values != sums:
                     raise TransferError(
@@ -359,8 +360,8 @@ class Destination(Session[bytes]):
     def _take_messages(self, timeout_s: float) -> None:
         """Receive what has come, of all peers."""
         assert self._listener is not None
-        while (found := self._listener.receive(timeout_s)) is not None:
-            connection, message, payload = found
+        while (arrival := self._listener.receive(timeout_s)) is not None:
+            connection, message, payload = arrival
             timeout_s = 0.0
             if isinstance(message, Offer):
                 if connection not in self.peers:
@@ -371,7 +372,7 @@ class Destination(Session[bytes]):
                 self._offers[message.rank] = self.peers[connection], message
             elif (peer := self.peers.get(connection)) is not None:
                 if isinstance(message, messages.Refusal):
-                    self._offers = {rank: own for rank, own in self._offers.items() if own[0] is not peer}
+                    self._offers = {rank: pair for rank, pair in self._offers.items() if pair[0] is not peer}
                 peer.take(message, payload)
 
     def receive_messages(self, peer: Peer, timeout_s: float) -> None:

@@ -113,13 +113,13 @@ def sources_for(holders: Sequence[Shard], shard: Shard) -> dict[int, dict[str, T
     sources = {}
     for index, holder in enumerate(holders):
         common = {name: _common(holder[name], part) for name, part in shard.items()}
-        needed = {name for name, part in common.items() if lacking[name][part.slices].any()}
+        needed_names = {name for name, part in common.items() if lacking[name][part.slices].any()}
         for name, part in common.items():
-            if name in needed:
+            if name in needed_names:
                 lacking[name][part.slices] = False
             else:
                 common[name] = part._replace(units=Part(part.units.start, part.units.start, part.units.total))
-        if needed:
+        if needed_names:
             sources[index] = common
     for name, cells in lacking.items():
         if cells.any():
@@ -149,16 +149,16 @@ def _where(whole: TensorPart, part: TensorPart) -> tuple[slice, slice, slice]:
     return layers, slice(None), units
 
 
-def _common(one: TensorPart, other: TensorPart) -> TensorPart:
-    return TensorPart(_overlap(one.layers, other.layers), _overlap(one.units, other.units))
+def _common(part: TensorPart, other: TensorPart) -> TensorPart:
+    return TensorPart(_overlap(part.layers, other.layers), _overlap(part.units, other.units))
 
 
-def _overlap(one: Part, other: Part) -> Part:
-    """What both hold; where nothing, an empty part within the bounds of `one`."""
-    if one.total != other.total:
-        raise TransferError(f"{one} and {other} are parts of different wholes; accepted: of the same total")
-    start = min(max(one.start, other.start), one.stop)
-    return Part(start, max(start, min(one.stop, other.stop)), one.total)
+def _overlap(part: Part, other: Part) -> Part:
+    """What both hold; where nothing, an empty part within the bounds of `part`."""
+    if part.total != other.total:
+        raise TransferError(f"{part} and {other} are parts of different wholes; accepted: of the same total")
+    start = min(max(part.start, other.start), part.stop)
+    return Part(start, max(start, min(part.stop, other.stop)), part.total)
 
 
 # ---- as bytes
@@ -216,10 +216,10 @@ def decode_prefixes(data: bytes | bytearray | memoryview) -> PrefixShard:
         raise refused("data", data, "bytes")
     data = bytes(data)
     expected = checksum(data)
-    found = hashlib.sha256(data.replace(_signature(expected), _signature(_UNSIGNED), 1)).hexdigest()
-    if found != expected:
+    digest = hashlib.sha256(data.replace(_signature(expected), _signature(_UNSIGNED), 1)).hexdigest()
+    if digest != expected:
         raise TransferError(
-            f"sha256 is {shown(expected)} by the header, {found} by the {len(data)} bytes: "
+            f"sha256 is {shown(expected)} by the header, {digest} by the {len(data)} bytes: "
             "the export is truncated or altered"
         )
     try:

@@ -315,39 +315,39 @@ def _is_prefix_of(
 
 
 def _is_unchanged(
-    known: PrefixMatch, cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int
+    match: PrefixMatch, cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int
 ) -> bool:
     """Whether a match of the same sequence would be found again; O(1)."""
-    tree, ghosts, basis = cached_states.tree, cached_states.tree.ghosts, known.basis
+    tree, ghosts, basis = cached_states.tree, cached_states.tree.ghosts, match.basis
     hashes, whole = chain.hashes, num_tokens // chain.block_size_tokens
-    num_matched, num_seen = len(known.blocks), known.seen_tokens // chain.block_size_tokens
+    num_matched, num_seen = len(match.blocks), match.seen_tokens // chain.block_size_tokens
     return (
         num_tokens == basis.num_tokens
         and basis.state_version == cached_states.version
         and basis.num_lapses == ghosts.num_lapses
-        and not (known.blocks and not tree.is_current(known.blocks[-1], basis.tree_version))
+        and not (match.blocks and not tree.is_current(match.blocks[-1], basis.tree_version))
         and not (num_matched < whole and hashes[num_matched] in tree.block_of_hash)
         and not (num_seen < whole and ghosts.has(hashes[num_seen], "block"))
     )
 
 
-def _registered_still(known: PrefixMatch, tree: BlockTree) -> tuple[int, ...]:
+def _registered_still(match: PrefixMatch, tree: BlockTree) -> tuple[int, ...]:
     """The blocks of a match that are registered since: only leaves are removed, one that returns is newer."""
-    blocks, since = known.blocks, known.basis.tree_version
+    blocks, since = match.blocks, match.basis.tree_version
     if not blocks or tree.is_current(blocks[-1], since):
         return blocks
     return blocks[: bisect_left(blocks, True, key=lambda block: not tree.is_current(block, since))]
 
 
 def _matched_blocks(
-    tree: BlockTree, chain: PrefixHashChain, num_tokens: int, known: tuple[int, ...]
+    tree: BlockTree, chain: PrefixHashChain, num_tokens: int, blocks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The registered blocks of the first `num_tokens` tokens, of which the `known` ones are a beginning."""
-    first, whole = len(known), num_tokens // chain.block_size_tokens
+    """The registered blocks of the first `num_tokens` tokens, of which `blocks` are the first."""
+    first, whole = len(blocks), num_tokens // chain.block_size_tokens
     if first >= whole or chain.hashes[first] not in tree.block_of_hash:
-        return known
-    parent = known[-1] if known else chain.root
-    return (*known, *tree.match(parent, chain.hashes[first:whole], chain.tokens[first:whole]))
+        return blocks
+    parent = blocks[-1] if blocks else chain.root
+    return (*blocks, *tree.match(parent, chain.hashes[first:whole], chain.tokens[first:whole]))
 
 
 def _num_seen(ghosts: GhostList, chain: PrefixHashChain, num_tokens: int, num_known: int) -> int:

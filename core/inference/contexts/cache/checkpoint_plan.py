@@ -119,13 +119,13 @@ def checked_boundaries(
     plan: CheckpointPlan, start: int, stop: int, prompt: int, block: int, branch: int
 ) -> tuple[Boundary, ...]:
     """What `plan.boundaries` returns, checked where the plan is one of a user's own; lengths in tokens."""
-    found = plan.boundaries(
+    boundaries = plan.boundaries(
         start=start, stop=stop, prompt_tokens=prompt, block_size_tokens=block, branch_tokens=branch
     )
     if type(plan) is CheckpointPlan:
-        return found
-    boundaries = tuple(Boundary(*each) for each in found)
-    positions = {each.position for each in boundaries if each.kind in KINDS_BY_WORTH}
+        return boundaries
+    boundaries = tuple(Boundary(*boundary) for boundary in boundaries)
+    positions = {boundary.position for boundary in boundaries if boundary.kind in KINDS_BY_WORTH}
     inside = all(start < position <= stop and position % block == 0 for position in positions)
     if not inside or len(positions) < len(boundaries):
         multiples = f"distinct multiples of {block} in ({start}, {stop}]"
@@ -137,22 +137,22 @@ def checked_boundaries(
 MAX_COMPARED = 32  # waiting requests with which one that begins is compared
 
 
-def best_shared_depth(hashes: Sequence[int], others: Iterable[Sequence[int]], num_known: int) -> int:
-    """After how many blocks of `hashes` a state saves `others` the most blocks; 0 where it saves none.
+def best_shared_depth(hashes: Sequence[int], prompts: Iterable[Sequence[int]], num_known: int) -> int:
+    """After how many blocks of `hashes` a state saves `prompts` the most blocks; 0 where it saves none.
 
-    `num_known` blocks are saved without it. Example: of hashes [a b c] and others [[a b x], [a b y], [a z]],
+    `num_known` blocks are saved without it. Example: of hashes [a b c] and prompts [[a b x], [a b y], [a z]],
     2: a state after b saves two of them 2 blocks each, one after a would save three of them 1 block each.
     """
     depth = saved = 0
     prefix_hash = hashes[num_known] if num_known < len(hashes) else None
-    deeper = [other for other in others if len(other) > num_known and other[num_known] == prefix_hash]
-    shared = sorted((_num_shared(hashes, other) for other in deeper), reverse=True)
+    deeper = [prompt for prompt in prompts if len(prompt) > num_known and prompt[num_known] == prefix_hash]
+    shared = sorted((_num_shared(hashes, prompt) for prompt in deeper), reverse=True)
     for count, num_shared in enumerate(shared, 1):
         if (num_shared - num_known) * count > saved:
             depth, saved = num_shared, (num_shared - num_known) * count
     return depth
 
 
-def _num_shared(hashes: Sequence[int], other: Sequence[int]) -> int:
+def _num_shared(hashes: Sequence[int], prompt: Sequence[int]) -> int:
     """Leading blocks that two sequences have in common; a hash stands for all blocks up to its own."""
-    return bisect_left(range(min(len(hashes), len(other))), True, key=lambda i: hashes[i] != other[i])
+    return bisect_left(range(min(len(hashes), len(prompt))), True, key=lambda i: hashes[i] != prompt[i])

@@ -33,16 +33,16 @@ class BlocksByUnit:
         self._num_free = len(free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        taken: list[int] = []
-        while num_missing := num_blocks - len(taken):
+        blocks: list[int] = []
+        while num_missing := num_blocks - len(blocks):
             enough = range(min(num_missing, self._size), self._size + 1)
             count = next((n for n in enough if self._units_with[n]), 0)
             count = count or next(n for n in range(enough.start - 1, 0, -1) if self._units_with[n])
             unit = next(iter(self._units_with[count]))
             cut = max(0, count - num_missing)
-            taken += self._of_unit[unit][cut:][::-1]
+            blocks += self._of_unit[unit][cut:][::-1]
             self._set(unit, self._of_unit[unit][:cut])
-        return taken
+        return blocks
 
     def extend(self, blocks: Iterable[int]) -> None:
         by_unit: dict[int, list[int]] = {}
@@ -89,9 +89,9 @@ class DirtyEntries:
 
     def scrub(self, entries: Iterable[int]) -> None:
         """Zero those of these entries that are dirty, before they are allocated."""
-        if self._entries and self._zero is not None and (found := self._entries.intersection(entries)):
-            self._zero(sorted(found))
-            self._entries -= found  # last: an interrupted call zeroes again
+        if self._entries and self._zero is not None and (dirty := self._entries.intersection(entries)):
+            self._zero(sorted(dirty))
+            self._entries -= dirty  # last: an interrupted call zeroes again
 
     def has_any(self, entries: Iterable[int]) -> bool:
         return not self._entries.isdisjoint(entries)

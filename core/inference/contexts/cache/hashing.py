@@ -65,9 +65,9 @@ class PrefixHashChain:
 
     def fork(self) -> "PrefixHashChain":
         """A copy, which grows on its own."""
-        other = PrefixHashChain(self.block_size_tokens, self.root)
-        other.hashes, other.tokens, other._digests = self.hashes[:], self.tokens[:], self._digests[:]
-        return other
+        copy = PrefixHashChain(self.block_size_tokens, self.root)
+        copy.hashes, copy.tokens, copy._digests = self.hashes[:], self.tokens[:], self._digests[:]
+        return copy
 
 
 class SaltKey:
@@ -99,8 +99,8 @@ def key_bytes(name: str, value: object) -> bytes:
     """A key, given as bytes or a str, as bytes; the ValueError for a wrong one shows no key."""
     key = value.encode(errors="surrogateescape") if isinstance(value, str) else value
     if not isinstance(key, bytes) or len(key) < SHORTEST_KEY:
-        found = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(value).__name__}"
-        raise ValueError(f"{name} is {found}; accepted: bytes or a str of at least {SHORTEST_KEY} bytes")
+        text = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(value).__name__}"
+        raise ValueError(f"{name} is {text}; accepted: bytes or a str of at least {SHORTEST_KEY} bytes")
     return key
 
 

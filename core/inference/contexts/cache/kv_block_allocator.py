@@ -117,10 +117,10 @@ class KVBlockAllocator:
     @property
     def references(self) -> dict[int, int]:
         """The reference counts of the held blocks."""
-        held = {block: count for block, count in enumerate(self.tree.references[: self.total_count]) if count}
+        refs = {block: count for block, count in enumerate(self.tree.references[: self.total_count]) if count}
         for block in self._lent_blocks:
-            held.pop(block, None)
-        return held
+            refs.pop(block, None)
+        return refs
 
     # ---- how much there is
 
@@ -141,12 +141,12 @@ class KVBlockAllocator:
 
         `pinned_slots`: slots of states that a request has pinned before it allocates live slots.
         """
-        needed = integer("num_blocks", num_blocks, 0)
-        matched = integer("potential_matched_count", potential_matched_count, 0)
-        missing = needed - (self.total_avail + self.num_cached - matched)
-        if missing <= 0 or self.unit_borrower is None:
-            return missing <= 0
-        return missing <= self.unit_borrower.num_blocks_to_borrow(pinned_slots)
+        num_needed = integer("num_blocks", num_blocks, 0)
+        num_matched = integer("potential_matched_count", potential_matched_count, 0)
+        num_missing = num_needed - (self.total_avail + self.num_cached - num_matched)
+        if num_missing <= 0 or self.unit_borrower is None:
+            return num_missing <= 0
+        return num_missing <= self.unit_borrower.num_blocks_to_borrow(pinned_slots)
 
     # ---- allocation and references
 
@@ -311,9 +311,9 @@ class KVBlockAllocator:
         registered = set(self.tree.block_of_hash.values())
         if isinstance(self.free_blocks, BlocksByUnit):
             self.free_blocks.check_integrity()
-        listed = list(self.free_blocks)
-        free = set(listed)
-        assert len(listed) == len(free), "a block is free twice"
+        free_list = list(self.free_blocks)
+        free = set(free_list)
+        assert len(free_list) == len(free), "a block is free twice"
         assert len(free) == self.total_avail, "the count of free blocks is off"
         assert not free & registered, "a free block is registered"
         assert all(refs[block] == 0 for block in free), "a free block is held"

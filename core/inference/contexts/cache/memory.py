@@ -58,8 +58,8 @@ class UnitShape(NamedTuple):
     @classmethod
     def of(cls, ranks: Sequence[UnitSizes]) -> Self:
         """The smallest shape that wastes less than 2 %, or the least wasteful of the small ones."""
-        both = [sizes for sizes in ranks if min(sizes)]
-        slot, block = both[0] if both else (max(s for s, _ in ranks), max(b for _, b in ranks))
+        mixed = [sizes for sizes in ranks if min(sizes)]
+        slot, block = mixed[0] if mixed else (max(s for s, _ in ranks), max(b for _, b in ranks))
         small, large = sorted((slot, block))
         best, least = cls(1, 1), math.inf
         for few in range(1, _MAX_PER_UNIT + 1):

@@ -175,9 +175,8 @@ class PrefixCache:
         """
         if shared := list(match.blocks[path.num_registered :]):
             path.check_fits(len(match.blocks))
-            own = path.blocks[path.num_registered :]
             self.kv_blocks.add_references(shared)
-            self.kv_blocks.release_memory_blocks(own)
+            self.kv_blocks.release_memory_blocks(path.blocks[path.num_registered :])
             path.replace(path.num_registered, shared)
             path.num_registered = len(path.blocks)
 
@@ -260,14 +259,14 @@ class PrefixCache:
         chain, kv = path.chain, self.kv_blocks
         chain.extend_to(tokens, num_computed)
         parent = path.blocks[first - 1] if first else chain.root
-        own, rest = path.blocks[first:stop], path.blocks[stop:]
-        canonical = self.tree.register(parent, own, chain.hashes[first:stop], chain.tokens[first:stop])
-        replaced = [mine for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
-        if replaced:
-            duplicates = [theirs for mine, theirs in zip(own, canonical, strict=False) if mine != theirs]
-            kv.add_references(duplicates)
-            kv.release_memory_blocks(replaced)
-            path.replace(first, canonical + own[len(canonical) :] + rest)
+        blocks, later_blocks = path.blocks[first:stop], path.blocks[stop:]
+        canonical = self.tree.register(parent, blocks, chain.hashes[first:stop], chain.tokens[first:stop])
+        pairs = [(old, new) for old, new in zip(blocks, canonical, strict=False) if old != new]
+        if pairs:
+            duplicates, replacements = zip(*pairs, strict=True)
+            kv.add_references(replacements)
+            kv.release_memory_blocks(duplicates)
+            path.replace(first, canonical + blocks[len(canonical) :] + later_blocks)
         path.num_registered = first + len(canonical)
 
     def reserve[S: PathStep](self, steps: Sequence[S], max_inner_states: int | None = None) -> list[S]:

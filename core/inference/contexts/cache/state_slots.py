@@ -61,8 +61,8 @@ class StateSlots:
 
     def _unused_slots(self) -> list[int]:
         """All slots but live ones and those whose memory holds KV, in the order of the free list."""
-        taken = self.live_slots.union(self._units.lent_slots if self._units else ())
-        free = [slot for slot in range(self.num_slots) if slot not in taken]
+        used_slots = self.live_slots.union(self._units.lent_slots if self._units else ())
+        free = [slot for slot in range(self.num_slots) if slot not in used_slots]
         return free[::-1] if self._units else free
 
     @property
@@ -114,14 +114,14 @@ class StateSlots:
         results = []
         for slot, block in zip(slots, blocks, strict=True):
             # The block may be deregistered since; its number may then stand for another prefix.
-            gone = self.reserved.pop(slot) < 0
+            is_deregistered = self.reserved.pop(slot) < 0
             prefix_hash = self.tree.hash_of(block) if block >= 0 else 0
-            if prefix_hash and not gone and block not in self.cached_states.slot_of_block:
+            if prefix_hash and not is_deregistered and block not in self.cached_states.slot_of_block:
                 self.cached_states.insert([block], [slot])
                 self.cached_states.set_hashes([block], [slot], [prefix_hash])
             else:
                 self._add_free([slot])
-            results.append(-1 if gone else self.cached_states.slot_of(block))
+            results.append(-1 if is_deregistered else self.cached_states.slot_of(block))
         return results
 
     def release(self, slots: Sequence[int]) -> None:
@@ -281,8 +281,8 @@ class StateSlots:
                 slots = [slot for slot in slots if slot not in self.pins]
             self._add_free(slots)
         if with_blocks and self.reserved:
-            gone = set(blocks)
-            self.reserved = {slot: -1 if block in gone else block for slot, block in self.reserved.items()}
+            removed = set(blocks)
+            self.reserved = {slot: -1 if block in removed else block for slot, block in self.reserved.items()}
 
     def remove_copies(self, blocks: Sequence[int]) -> None:
         """Remove the copies of these blocks' states in the tiers."""
@@ -329,11 +329,11 @@ class StateSlots:
             except MambaSlotCapacityError as error:
                 raise MambaSlotCapacityError(num_slots, error.available + num_free) from None
         cut = len(self.free_slots) - num_slots
-        taken = self.free_slots[cut:]
+        slots = self.free_slots[cut:]
         if self._dirty.scrubs:
-            self._dirty.scrub(taken)
+            self._dirty.scrub(slots)
         del self.free_slots[cut:]
-        return taken
+        return slots
 
     def _spill(self, slots: Sequence[int], cause: StateRemovalCause) -> None:
         """Copy states that are evicted to the tiers, and remove them."""

@@ -248,10 +248,10 @@ class StateTiers:
 
     def remove(self, hashes: Iterable[int]) -> None:
         """Remove the copies under these hashes."""
-        listed = list(hashes)
-        self.host.remove(listed)
-        if gone := self.files.remove(listed):
-            self.copies.delete(gone)
+        hashes = list(hashes)
+        self.host.remove(hashes)
+        if files := self.files.remove(hashes):
+            self.copies.delete(files)
 
     def clear(self, *, keep_counts: bool = True) -> None:
         """Remove every copy."""
@@ -268,8 +268,8 @@ class StateTiers:
         self.host.repair()
         self.files.repair()
 
-    def check_integrity(self, known: Callable[[int], bool]) -> None:
+    def check_integrity(self, is_known: Callable[[int], bool]) -> None:
         """Raise AssertionError where the indexes contradict themselves, or a hash has no registered block."""
         for tier in (self.host, self.files):
             tier.check_integrity()
-            assert all(map(known, tier.entries)), "a tier keeps a state whose KV is gone"
+            assert all(map(is_known, tier.entries)), "a tier keeps a state whose KV is gone"

@@ -113,8 +113,8 @@ class StateTree:
 
     def deepest(self, hashes: Sequence[int], stop: int) -> StateNode:
         """The deepest known node on the way of `hashes[:stop]`; the root where there is none."""
-        known = (self.nodes[prefix_hash] for prefix_hash in self.nodes.keys() & hashes[:stop])
-        on_the_way = (n for n in known if n.depth <= stop and hashes[n.depth - 1] == n.prefix_hash)
+        nodes = (self.nodes[prefix_hash] for prefix_hash in self.nodes.keys() & hashes[:stop])
+        on_the_way = (n for n in nodes if n.depth <= stop and hashes[n.depth - 1] == n.prefix_hash)
         return max(on_the_way, key=lambda node: node.depth, default=self.root)
 
     def insert(self, hashes: Sequence[int], depth: int) -> StateNode:

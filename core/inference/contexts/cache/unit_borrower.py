@@ -104,10 +104,9 @@ class UnitBorrower:
         """How many blocks `borrow_blocks` could add; `pinned`: by a request that needs spare units."""
         units, slots = self.units, self._slots
         fixed = units.units_of_slots([*slots.pins, *slots.reserved, *slots.live_slots, *(pinned or ())])
-        movable = sum(held and unit not in fixed for unit, held in enumerate(units.for_states))
+        movable = sum(has_states and unit not in fixed for unit, has_states in enumerate(units.for_states))
         num_spare = units.num_spare_units if pinned is not None else 0
-        number = min(movable, self._num_units_that_may_go) - num_spare
-        return max(0, number) * units.blocks_per_unit
+        return max(0, min(movable, self._num_units_that_may_go) - num_spare) * units.blocks_per_unit
 
     @property
     def _num_units_that_may_go(self) -> int:

@@ -96,8 +96,8 @@ class HostStates:
     @torch.inference_mode(False)  # inference tensors cannot be written outside of that mode
     def zeros(self, num_slots: int) -> ConvAndSsm:
         zeros = (
-            torch.zeros(len(each), num_slots, *each.shape[2:], dtype=each.dtype, device=each.device)
-            for each in self._empty
+            torch.zeros(len(tensor), num_slots, *tensor.shape[2:], dtype=tensor.dtype, device=tensor.device)
+            for tensor in self._empty
         )
         return ConvAndSsm(*zeros)
 

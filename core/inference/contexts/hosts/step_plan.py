@@ -103,10 +103,10 @@ class StepPlan:
 
     def ranks(self) -> dict[int, int]:
         """Block -> the rank of its boundary's kind, 0 the worthiest; the worthiest of rows that share it."""
-        found: dict[int, int] = {}
+        best_ranks: dict[int, int] = {}
         for ranks in self._ranks.values():
-            found |= {block: min(rank, found.get(block, rank)) for block, rank in ranks.items()}
-        return found
+            best_ranks |= {block: min(rank, best_ranks.get(block, rank)) for block, rank in ranks.items()}
+        return best_ranks
 
     def clear_row(self, row: int) -> None:
         """Remove what is planned for a row, if anything is."""

@@ -50,22 +50,22 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> 
     request = steps.request(tokens)
     logits = steps.run([(request, chunk)], invariant_padding)[0]
     yield "in the first chunk of a prefill in parts", differs(logits, 0)
-    other = steps.request(steps.tokens(chunk + 1, seed=1))
-    work = [(request, len(tokens)), (other, len(tokens))]
+    neighbour = steps.request(steps.tokens(chunk + 1, seed=1))
+    work = [(request, len(tokens)), (neighbour, len(tokens))]
     logits, _ = steps.run(work, as_large_as_can_be)
     yield "in the last part of a prefill, beside another", differs(logits, chunk)
     steps.release(request)
-    steps.release(other)
+    steps.release(neighbour)
 
     start = max(1, 2 * chunk - 2)
     request = steps.request(tokens[:start])
     yield "in a shorter prefill", differs(steps.run([(request, start)], invariant_padding)[0], 0)
-    other = steps.request(steps.tokens(TAIL, seed=1))
+    neighbour = steps.request(steps.tokens(TAIL, seed=1))
     for position in range(start, start + DECODES):
         request.append(tokens[position : position + 1], [None], 0.0)
         work = [(request, 1)]
         if position == start + DECODES - 1:
-            work.append((other, TAIL))
+            work.append((neighbour, TAIL))
         logits = steps.run(work, among_more if position % 2 else padded)[0]
         where = "alone" if len(work) == 1 else "beside a prefill"
         yield f"in a decode at position {position}, {where}", differs(logits, position)
@@ -76,4 +76,4 @@ def _cases(steps: DummySteps, chunk: int, most_tokens: int, padded: Padding) -> 
         logits = steps.run([(request, 1)], padded, drafts)[0]
         yield f"in a decode at position {position}, with drafts", differs(logits, position)
     steps.release(request)
-    steps.release(other)
+    steps.release(neighbour)

@@ -76,10 +76,10 @@ class BatchInvariance:
     def _check_once(self, model: Model) -> None:
         """Check, unless an earlier start of the same model did on all ranks."""
         stamp = stamp_of(model, self._spec, self._config)
-        found = read_stamp(stamp)
-        self.was_checked_before = all(self._spec.groups.gather(found is not None, self._spec.device))
-        if found is not None and self.was_checked_before:
-            own_reason, self.products = found
+        content = read_stamp(stamp)
+        self.was_checked_before = all(self._spec.groups.gather(content is not None, self._spec.device))
+        if content is not None and self.was_checked_before:
+            own_reason, self.products = content
             self.why_not_few_rows = first_reason(self._spec.groups.gather(own_reason, self._spec.device))
             return
         self._check(model)
@@ -104,9 +104,9 @@ class BatchInvariance:
         check_switches()
 
     def _check_parts(self, model: Model) -> None:
-        found = products.record_products(model, self._spec, self._config)
-        self.products = tuple(map(str, found))
-        cases = [(product, products.product_difference(product, self._most_tokens)) for product in found]
+        record = products.record_products(model, self._spec, self._config)
+        self.products = tuple(map(str, record))
+        cases = [(product, products.product_difference(product, self._most_tokens)) for product in record]
         refused = [f"{product} {case}" for product, case in cases if case is not None]
         if refused:
             raise BatchVarianceError(
@@ -115,7 +115,7 @@ class BatchInvariance:
             )
         self.why_not_few_rows = "num_cuda_graphs is None"
         if self._config.num_cuda_graphs is not None:
-            self.why_not_few_rows = first_reason(map(products.why_not_in_few_rows, found))
+            self.why_not_few_rows = first_reason(map(products.why_not_in_few_rows, record))
 
     def _check_forwards(self, model: Model) -> None:
         """Where the model is split, this is a collective; all ranks see the same logits."""
@@ -142,19 +142,20 @@ def decide(
     model: Model, spec: HybridStateSpec, config: InferenceConfig
 ) -> tuple[InferenceConfig, BatchInvariance | None, str]:
     """`config` with `batch_invariant` decided by all ranks together; the mode; why it is off, or an error."""
-    refusal, wanted = "", with_total_gb(replace(config, batch_invariant=True), spec.device)
+    refusal = ""
+    invariant_config = with_total_gb(replace(config, batch_invariant=True), spec.device)
     try:
-        check_replays(spec, wanted)
+        check_replays(spec, invariant_config)
         check_settings(spec)
     except ValueError as error:
         refusal = str(error)
     try:
         spec.groups.raise_first(refusal, spec.device)
-        PoolSizes.of(wanted, spec)  # its errors are those of all ranks
+        PoolSizes.of(invariant_config, spec)  # its errors are those of all ranks
     except ValueError as error:
         return _off(config, error)
     try:
-        return wanted, BatchInvariance(model, spec, wanted), ""
+        return invariant_config, BatchInvariance(model, spec, invariant_config), ""
     except BatchVarianceError as error:
         return _off(config, error)
 

@@ -69,8 +69,8 @@ class Product(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """Equal for products that run the same kernels."""
         layouts = tuple(tuple(_order(leaf)) for leaf in self.arguments if isinstance(leaf, Tensor))
-        others = tuple(str(leaf) for leaf in self.arguments if not isinstance(leaf, Tensor))
-        return str(self), layouts, others
+        values = tuple(str(leaf) for leaf in self.arguments if not isinstance(leaf, Tensor))
+        return str(self), layouts, values
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """The operator with other arguments."""
@@ -87,8 +87,8 @@ class Product(NamedTuple):
                     dim, per_row = rows[index]
                     sizes[dim] = "rows" if per_row == 1 else f"{per_row} rows"
                 parts.append(f"[{', '.join(sizes)}] {str(leaf.dtype).removeprefix('torch.')}")
-        others = [str(leaf) for leaf in self.arguments if isinstance(leaf, torch.dtype)]
-        return f"{self.name} of {' x '.join(parts)}" + (f" to {others[0]}" if others else "")
+        dtypes = [str(leaf) for leaf in self.arguments if isinstance(leaf, torch.dtype)]
+        return f"{self.name} of {' x '.join(parts)}" + (f" to {dtypes[0]}" if dtypes else "")
 
 
 class ProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,17 +123,17 @@ def record_products(model: Model, spec: HybridStateSpec, config: InferenceConfig
     """The different products that a model makes in prefills and in decodes."""
     steps = DummySteps(model, spec, config, longest=4 * _PREFILL_ROWS)
     requests = [steps.request(steps.tokens(_PREFILL_ROWS // 2, seed)) for seed in range(2)]
-    found: dict[object, Product] = {}
+    by_key: dict[object, Product] = {}
     for num_rows in (_PREFILL_ROWS, _DECODE_ROWS):  # a prefill, then a decode
         small, large = (
             _recorded(steps, request, rows)
             for request, rows in zip(requests, (num_rows, 2 * num_rows), strict=True)
         )
         for product in with_rows(small, large, num_rows):
-            found.setdefault(product.key, product)
+            by_key.setdefault(product.key, product)
         for request in requests:
             request.append(steps.tokens(1), [None], 0.0)
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int) -> list[Product]:
@@ -152,23 +152,23 @@ def _recorded(steps: DummySteps, request: DynamicInferenceRequest, num_rows: int
 
 def with_rows(small: Sequence[Product], large: Sequence[Product], num_rows: int) -> list[Product]:
     """The products of a step of `num_rows` tokens and logits, with their rows: what doubles in `large`."""
-    names, others = [[product.name for product in step] for step in (small, large)]
-    if names != others:
-        first = next((f"{a} and {b}" for a, b in zip(names, others, strict=False) if a != b), "")
-        counts = f"{len(names)} and {len(others)} products"
+    small_names, large_names = [[product.name for product in step] for step in (small, large)]
+    if small_names != large_names:
+        first = next((f"{a} and {b}" for a, b in zip(small_names, large_names, strict=False) if a != b), "")
+        counts = f"{len(small_names)} and {len(large_names)} products"
         raise BatchVarianceError(
             f"the model makes other products for other numbers of rows: {first or counts}"
         )
-    found = [_with_rows(product, other, num_rows) for product, other in zip(small, large, strict=True)]
-    return [product for product in found if product.rows]  # others are of weights alone
+    products = [_with_rows(*pair, num_rows) for pair in zip(small, large, strict=True)]
+    return [product for product in products if product.rows]  # others are of weights alone
 
 
-def _with_rows(product: Product, other: Product, num_rows: int) -> Product:
+def _with_rows(product: Product, large: Product, num_rows: int) -> Product:
     rows: list[tuple[int, int, int]] = []
     tensors = [index for index, leaf in enumerate(product.arguments) if isinstance(leaf, Tensor)]
     for index in tensors:
-        both = product.arguments[index].shape, other.arguments[index].shape
-        for dim, (size, larger) in enumerate(zip(*both, strict=True)):
+        shapes = product.arguments[index].shape, large.arguments[index].shape
+        for dim, (size, larger) in enumerate(zip(*shapes, strict=True)):
             if size == larger:
                 continue
             if (tensors.index(index), dim) in _contracted(product):
@@ -253,11 +253,11 @@ def why_not_in_few_rows(product: Product) -> str | None:
 
 def first_case(cases: Iterable[tuple[str, Tensor]]) -> str | None:
     """The first text whose flag, one bool on the device, is set; None where none is. Synchronises once."""
-    listed = list(cases)
-    if not listed:
+    cases = list(cases)
+    if not cases:
         return None
-    flags = torch.stack([flag for _, flag in listed]).tolist()
-    return next((text for (text, _), differs in zip(listed, flags, strict=True) if differs), None)
+    flags = torch.stack([flag for _, flag in cases]).tolist()
+    return next((text for (text, _), differs in zip(cases, flags, strict=True) if differs), None)
 
 
 class _Check:

@@ -49,12 +49,12 @@ def stamp_of(model: Model, spec: HybridStateSpec, config: InferenceConfig) -> Pa
 def read_stamp(stamp: Path | None) -> tuple[str | None, tuple[str, ...]] | None:
     """The reason and the products that `write_stamp` wrote; None without a file that can be read."""
     try:
-        found = None if stamp is None else json.loads(read_regular(stamp))
+        entries = None if stamp is None else json.loads(read_regular(stamp))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, list) or not found:
+    if not isinstance(entries, list) or not entries:
         return None
-    reason, *products = map(str, found)
+    reason, *products = map(str, entries)
     return reason or None, tuple(products)
 
 
@@ -75,5 +75,5 @@ _VARIABLES = "TRITON", "CUBLAS", "NVIDIA", "TORCH", "PYTORCH", "LD_"
 def _packages() -> list[tuple[str, str]]:
     """What computes, with versions: also the libraries that pip may renew without torch."""
     names = "nvidia", "triton", "fla", "flash", "tokenspeed", "transformers"
-    found = ((package.name, package.version) for package in importlib.metadata.distributions())
-    return sorted(pair for pair in found if (pair[0] or "").startswith(names))
+    versions = ((package.name, package.version) for package in importlib.metadata.distributions())
+    return sorted(pair for pair in versions if (pair[0] or "").startswith(names))

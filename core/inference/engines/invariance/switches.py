@@ -34,10 +34,10 @@ def write_switches(values: Mapping[str, Any]) -> None:
 
 def check_switches() -> None:
     """Raise RuntimeError where a switch was changed; for every step, takes a few microseconds."""
-    for name, needed in SWITCHES.items():
-        if (value := read_switch(name)) != needed:
+    for name, setting in SWITCHES.items():
+        if (value := read_switch(name)) != setting:
             raise RuntimeError(
-                f"torch.backends.cuda.{name} is {value}; accepted: {needed!r}, for an engine with "
+                f"torch.backends.cuda.{name} is {value}; accepted: {setting!r}, for an engine with "
                 "batch_invariant, because bits of products depend on the number of rows otherwise"
             )
 
