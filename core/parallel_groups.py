@@ -92,7 +92,7 @@ class ParallelGroups:
 
     @property
     def rank(self) -> int:
-        """This rank's number among all ranks of the model, counted stage by stage."""
+        """This rank's index among all ranks of the model, counted stage by stage."""
         return self.pipeline_rank * self.tensor_size + self.tensor_rank
 
     @property

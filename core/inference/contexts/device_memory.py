@@ -33,9 +33,9 @@ class DeviceScrubber(MemoryScrubber):
         self._memory = owner = weakref.ref(memory)
 
         def entries(zero: "Callable[[DeviceMemory, Sequence[int]], None]") -> DirtyEntries:
-            def zero_in_owner(numbers: Sequence[int]) -> None:
+            def zero_in_owner(indices: Sequence[int]) -> None:
                 if (living := owner()) is not None:
-                    zero(living, numbers)
+                    zero(living, indices)
 
             return DirtyEntries(zero_in_owner if scrubs else None)
 
@@ -76,13 +76,13 @@ def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
     """Fill entries with zeros, in one launch, without synchronising; entries are in order."""
     if not memory.numel():
         return
-    numbers = memory.view(torch.uint8)
+    raw = memory.view(torch.uint8)
     first, count = entries[0], len(entries)
     if entries[-1] - first == count - 1:
-        numbers.narrow(axis, first, count).zero_()
+        raw.narrow(axis, first, count).zero_()
     else:
         indices = tensor_on(memory.device, entries)
-        numbers.index_fill_(axis, indices, 0)
+        raw.index_fill_(axis, indices, 0)
 
 
 class DeviceMemory:

@@ -30,7 +30,7 @@ class StatePool:
     """Live and durable states in one index space.
 
     A live slot is updated in place by its request; a durable slot is immutable once committed. In a shared
-    pool a slot is either at different times, and a pool index is a slot's number. Else:
+    pool a slot is either at different times, and a pool index is a slot's id. Else:
 
         pool index   0 ........ num_live-1 | num_live ........ num_live+num_durable-1
         holds        live slot 0 ..        | durable slot 0 ..
@@ -110,10 +110,10 @@ def coded_tensors(live: StatePool, durable: StatePool) -> list[CodedTensor]:
     """The tensors of live slots, and of durable slots that store them in fewer bytes, where they are now."""
     pairs = [(state, durable[state.name]) for state in live.states]
     return [
-        CodedTensor(live[state.name], numbers, durable[state.name + SCALES], state.scale_axis)
-        if numbers.dtype == torch.int8
-        else CodedTensor(live[state.name], numbers)
-        for state, numbers in pairs
+        CodedTensor(live[state.name], codes, durable[state.name + SCALES], state.scale_axis)
+        if codes.dtype == torch.int8
+        else CodedTensor(live[state.name], codes)
+        for state, codes in pairs
     ]
 
 

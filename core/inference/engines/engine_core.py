@@ -55,23 +55,23 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pairs = ((number, signal.getsignal(number)) for number in _DEFERRED_SIGNALS)
-    handlers = {number: handler for number, handler in pairs if handler not in _NOT_DEFERRED}
+    pairs = ((signum, signal.getsignal(signum)) for signum in _DEFERRED_SIGNALS)
+    handlers = {signum: handler for signum, handler in pairs if handler not in _NOT_DEFERRED}
     arrived: list[int] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
+    def hold(signum: int, frame: FrameType | None) -> None:
+        arrived.append(signum)
         if len(arrived) > 1:
-            signal.signal(number, handlers[signal.Signals(number)])
-            signal.raise_signal(number)
+            signal.signal(signum, handlers[signal.Signals(signum)])
+            signal.raise_signal(signum)
 
     def restore() -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
     try:
-        for number in handlers:
-            signal.signal(number, hold)
+        for signum in handlers:
+            signal.signal(signum, hold)
         yield
     finally:
         try:
@@ -358,8 +358,8 @@ class EngineCore:
         while len(self.reports) > num_reports:
             self.reports.pop()
         requests = num_tokens | self.scheduler.admitted
-        for request, number in requests.items():
-            request.cut_to(number)
+        for request, length in requests.items():
+            request.cut_to(length)
             self.requests[request.request_id] = request
         try:
             self._context.abort_step()

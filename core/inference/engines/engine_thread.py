@@ -242,10 +242,10 @@ class EngineThread(Thread):
 
     def _count_failure(self, error: Exception) -> None:
         """Count a failed step. All requests end with the error where too many steps have failed in a row."""
-        self._num_step_failures += 1
-        number, limit = self._num_step_failures, self._max_step_failures
-        logger.warning("failed step %d of at most %d in a row", number, limit, exc_info=error)
-        if number < limit:
+        num_failures = self._num_step_failures = self._num_step_failures + 1
+        limit = self._max_step_failures
+        logger.warning("failed step %d of at most %d in a row", num_failures, limit, exc_info=error)
+        if num_failures < limit:
             return
         self._num_step_failures = 0
         for request_id in list(self._served):

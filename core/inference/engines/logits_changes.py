@@ -14,7 +14,7 @@ from ..kernels.kernel_set import runs_triton
 from ..kernels.reference import torch_penalties
 
 Row = tuple[ScheduledRequest, int]
-"""A row of logits: its scheduled request, and how many drafts of the request are before the row."""
+"""A row of logits: its scheduled request, and its index among the rows of this request."""
 
 
 @dataclass
@@ -49,8 +49,8 @@ class _Changes:
 def _requests(rows: Sequence[Row]) -> list[tuple[DynamicInferenceRequest, bool]]:
     """The request of each row, and whether it has its `min_tokens`."""
     return [
-        (scheduled.request, scheduled.answer_length + number >= scheduled.request.sampling.min_tokens)
-        for scheduled, number in rows
+        (scheduled.request, scheduled.answer_length + index >= scheduled.request.sampling.min_tokens)
+        for scheduled, index in rows
     ]
 
 
@@ -119,14 +119,14 @@ class LogitsChanges:
         counted: list[tuple[int, _Counted]] = []
         copied: list[int] = []
         drafts: list[tuple[int, int]] = []
-        for row, (scheduled, number) in enumerate(rows):
+        for row, (scheduled, index) in enumerate(rows):
             sampling = scheduled.request.sampling
             if not sampling.has_penalties:
                 continue
             counts = self._up_to_date(scheduled, vocabulary)
             if not scheduled.drafts:
                 counted.append((row, counts))
-            drafts += [(len(copied), draft) for draft in scheduled.drafts[:number]]
+            drafts += [(len(copied), draft) for draft in scheduled.drafts[:index]]
             count_rows[row] = len(copied) if has_drafts else counts.row
             copied.append(counts.row)
             factors[row] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
@@ -173,11 +173,11 @@ class LogitsChanges:
     def _biases(self, rows: Sequence[Row], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """`logit_bias`, and -inf for what would end an answer before `min_tokens`."""
         entries: list[tuple[int, float]] = []
-        for row, (scheduled, number) in enumerate(rows):
+        for row, (scheduled, index) in enumerate(rows):
             sampling = scheduled.request.sampling
             first = row * width
             entries += [(first + token, bias) for token, bias in sampling.biases]
-            if scheduled.answer_length + number < sampling.min_tokens:
+            if scheduled.answer_length + index < sampling.min_tokens:
                 entries += [(first + token, -math.inf) for token in sorted({*sampling.stops})]
         if not entries:
             return None

@@ -118,7 +118,7 @@ class SampledStep:
         self._scored = [scheduled for scheduled in batch if scheduled.scored_positions]
         self._sampled = [scheduled for scheduled in batch if scheduled.samples_token]
         self._rows: list[Row] = [
-            (scheduled, number) for scheduled in self._sampled for number in range(1 + len(scheduled.drafts))
+            (scheduled, index) for scheduled in self._sampled for index in range(1 + len(scheduled.drafts))
         ]
         self._drawn: Tensor | None = None
         self._tokens: NewTokens | None = None
@@ -142,7 +142,7 @@ class SampledStep:
     def _draw(self, logits: Tensor, changes: LogitsChanges) -> dict[ColumnName, Tensor]:
         """Drawn tokens, largest logits; where asked for, log-probs, and ids and log-probs of top tokens."""
         params = [scheduled.request.sampling for scheduled, _ in self._rows]
-        positions = [scheduled.answer_length + number for scheduled, number in self._rows]
+        positions = [scheduled.answer_length + index for scheduled, index in self._rows]
         seeds = [scheduled.request.seed for scheduled, _ in self._rows]
         are_changed = any(sampling.changes_logits for sampling in params)
         to_draw = changes.apply(self._rows, logits) if are_changed else logits

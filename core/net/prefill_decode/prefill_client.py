@@ -70,7 +70,7 @@ class PrefillClient:
         self._key = messages.address_key(name)
         self._silence_s = silence_s
         self._timeout_s = hand_over_timeout_s
-        self._numbers = count()
+        self._prefill_ids = count()
         self._pending: dict[int, _Pending] = {}
         self._link: Link | None = None
         self._absence = "it was not found yet"
@@ -149,7 +149,7 @@ class PrefillClient:
             if report.failure:
                 raise PeerLostError(report.failure)
             self._retry_s = FIRST_RETRY_S
-            if (pending := self._pending.pop(answer.number, None)) is not None:  # None: cancelled, and sent
+            if (pending := self._pending.pop(answer.prefill_id, None)) is not None:  # None: it was cancelled
                 failure = ""
                 if report.other_key.prefixes:
                     failure = "the prefill worker hashes salts under another key"
@@ -158,27 +158,27 @@ class PrefillClient:
                 took_s = computed_s - pending.asked_s, time.perf_counter() - computed_s
                 pending.resolve(RemotePrefill(report.imported, channel.num_bytes, *took_s, failure))
         elif isinstance(answer, messages.Refused):
-            if (pending := self._pending.pop(answer.number, None)) is not None:
+            if (pending := self._pending.pop(answer.prefill_id, None)) is not None:
                 pending.resolve(RemotePrefill(failure=f"the prefill worker refuses: {answer.reason}"))
         elif isinstance(answer, messages.End):
             raise PeerLostError(answer.reason)
 
     async def prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill:
         """Let the worker compute a prefix, and import it; cancelling the task cancels that, too."""
-        link, number = self._link, next(self._numbers)
+        link, prefill_id = self._link, next(self._prefill_ids)
         if link is None:
             return RemotePrefill(failure=f"the prefill worker is not connected: {self._absence}")
         answer: asyncio.Future[RemotePrefill] = asyncio.get_running_loop().create_future()
-        self._pending[number] = _Pending(answer, time.perf_counter())
+        self._pending[prefill_id] = _Pending(answer, time.perf_counter())
         try:
-            link.send(Prefill(number, tokens, salt))
+            link.send(Prefill(prefill_id, tokens, salt))
             return await answer
         except PeerLostError as lost:  # `run` finds that, too
             return RemotePrefill(failure=str(lost))
         finally:
-            if self._pending.pop(number, None) is not None:
+            if self._pending.pop(prefill_id, None) is not None:
                 with suppress(PeerLostError):
-                    link.send(Cancel(number))
+                    link.send(Cancel(prefill_id))
 
 
 def _close(connecting: "asyncio.Future[Link]") -> None:

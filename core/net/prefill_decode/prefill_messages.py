@@ -29,9 +29,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):
-    """The worker shall compute a prefix and hand it over; `number` is of this prompt alone."""
+    """The worker shall compute a prefix and hand it over; `prefill_id` is of this prompt alone."""
 
-    number: int
+    prefill_id: int = msgspec.field(name="number")  # its name on the wire
     tokens: list[int]
     salt: bytes | None
 
@@ -39,7 +39,7 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 class Cancel(msgspec.Struct, tag=True, frozen=True):
     """A prefix is not needed any more."""
 
-    number: int
+    prefill_id: int = msgspec.field(name="number")
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
@@ -49,13 +49,13 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
 class Computed(msgspec.Struct, tag=True, frozen=True):
     """A prefix is handed over next."""
 
-    number: int
+    prefill_id: int = msgspec.field(name="number")
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """A prefix is not handed over."""
 
-    number: int
+    prefill_id: int = msgspec.field(name="number")
     reason: str
 
 

@@ -238,11 +238,11 @@ class PrefillSession:
             while True:
                 question = await self.questions.get()
                 if isinstance(question, Cancel):
-                    if (task := self._computing.get(question.number)) is not None:
+                    if (task := self._computing.get(question.prefill_id)) is not None:
                         task.cancel()
-                elif isinstance(question, Prefill) and question.number not in self._computing:
+                elif isinstance(question, Prefill) and question.prefill_id not in self._computing:
                     prefill = self._prefill(question, channel)
-                    self._computing[question.number] = tasks.create_task(prefill)
+                    self._computing[question.prefill_id] = tasks.create_task(prefill)
                 elif question is None:
                     raise PeerLostError("its connection is closed")
                 else:
@@ -256,8 +256,8 @@ class PrefillSession:
                 computed_prefix(self._server, prefix.tokens, prefix.salt),
                 self._sending,
             ):
-                del self._computing[prefix.number]  # it is not cancelled any more: the peer receives it
-                self._send(Computed(prefix.number))
+                del self._computing[prefix.prefill_id]  # it is not cancelled any more: the peer receives it
+                self._send(Computed(prefix.prefill_id))
                 try:
                     report = await self._server.call(lambda _: channel.send([(prefix.tokens, prefix.salt)]))
                 except ValueError as error:  # of an engine that can hand nothing over
@@ -265,9 +265,9 @@ class PrefillSession:
                 if report.failure:
                     raise PeerLostError(f"a prefix did not reach it: {report.failure}")
         except (ValueError, PrefixLostError) as error:
-            self._send(messages.Refused(prefix.number, str(error)))
+            self._send(messages.Refused(prefix.prefill_id, str(error)))
         finally:
-            self._computing.pop(prefix.number, None)
+            self._computing.pop(prefix.prefill_id, None)
 
     def _send(self, answer: Answer) -> None:
         self._listener.send(self._peer, answer)

@@ -152,7 +152,7 @@ class ExpectedStates:
     """Prefixes that were sent to a replica whose state has not been published yet."""
 
     def __init__(self) -> None:
-        # hash -> replica and the request's number there; least recently sent first
+        # hash -> replica and the request's index there, from 1; least recently sent first
         self._entries: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._num_sent: Counter[str] = Counter()
 
@@ -190,8 +190,8 @@ class ExpectedStates:
         return "", 0
 
     def _is_expired(self, prefix_hash: int) -> bool:
-        replica, number = self._entries[prefix_hash]
-        return self._num_sent[replica] - number >= WAITING_REQUESTS
+        replica, request_index = self._entries[prefix_hash]
+        return self._num_sent[replica] - request_index >= WAITING_REQUESTS
 
 
 class RecentWork:

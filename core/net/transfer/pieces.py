@@ -68,7 +68,7 @@ class PieceCopy(NamedTuple):
 
     pool: Tensor  # some layers, perhaps viewed as wider words
     dim: int  # counts them, in `pool` and in `values`
-    places: Tensor  # [blocks or slots] int64, their numbers in the pool
+    places: Tensor  # [blocks or slots] int64, their indices in the pool
     values: Tensor  # in the buffer
 
 

@@ -69,24 +69,24 @@ class MessagePipe:
     def send(self, piece: Tensor, packed: torch.cuda.Event | None) -> MessagePassage:
         del packed  # on the current stream, as the copy to the CPU
         self._send_piece(piece.cpu().numpy())
-        number = self._num_sent = self._num_sent + 1
-        return MessagePassage(lambda: self.num_acknowledged >= number)
+        num_sent = self._num_sent = self._num_sent + 1
+        return MessagePassage(lambda: self.num_acknowledged >= num_sent)
 
     def receive(self, piece: Tensor, free: torch.cuda.Event | None) -> MessagePassage:
         del free
-        number = self._num_expected = self._num_expected + 1
-        return MessagePassage(lambda: self._fill(piece, number))
+        num_expected = self._num_expected = self._num_expected + 1
+        return MessagePassage(lambda: self._fill(piece, num_expected))
 
-    def _fill(self, piece: Tensor, number: int) -> bool:
-        """Whether the piece of this number is filled; takes the next payload, if one has come."""
-        if self._num_received < number and self.arrived:
+    def _fill(self, piece: Tensor, num_expected: int) -> bool:
+        """Whether this piece, the `num_expected`-th, is filled; takes the next payload, if one has come."""
+        if self._num_received < num_expected and self.arrived:
             payload = self.arrived.popleft()
             if len(payload) != len(piece):
                 raise TransferError(f"a piece is of {len(payload)} bytes; accepted: {len(piece)}")
             piece.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             self._num_received += 1
             self._acknowledge()
-        return self._num_received >= number
+        return self._num_received >= num_expected
 
 
 def nccl_facts(device: torch.device) -> NcclFacts | None:

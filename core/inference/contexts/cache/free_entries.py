@@ -77,7 +77,7 @@ class DirtyEntries:
     """Dirty set of one pool: its free entries that are not zero yet; empty without `zero`."""
 
     def __init__(self, zero: Zero | None = None) -> None:
-        """`zero`: fills entries with zeros, in stream order; called with distinct numbers in order."""
+        """`zero`: fills entries with zeros, in stream order; called with distinct entries in order."""
         self.scrubs = zero is not None  # callers that free and allocate often ask this first
         self._zero = zero
         self._entries: set[int] = set()

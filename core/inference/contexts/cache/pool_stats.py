@@ -105,11 +105,11 @@ class Turnover[Cause: str]:
 
     def count_ages(self, now_ns: int, last_used_ns: list[int]) -> None:
         """Count the ages of evicted states."""
-        for used, number in Counter(last_used_ns).items():  # most were used together
-            age = now_ns - used
-            self._num_by_age[bisect_left(_BOUNDS_NS, age)] += number
-            self._age_sum_ns += age * number
-            self._recent_ns.extend([age] * number)
+        for used_ns, count in Counter(last_used_ns).items():  # most were used together
+            age = now_ns - used_ns
+            self._num_by_age[bisect_left(_BOUNDS_NS, age)] += count
+            self._age_sum_ns += age * count
+            self._recent_ns.extend([age] * count)
 
     def repair(self, num_present: int) -> None:
         """Repair the counts after an interrupted change: `num_present` entries are there; no count falls."""
@@ -122,7 +122,7 @@ class Turnover[Cause: str]:
     def check_integrity(self, num_present: int, what: str) -> None:
         """Raise AssertionError unless `num_present` entries can be there; `what` names them."""
         assert self.num_entered - self.num_removed == num_present, f"the count of removed {what} is off"
-        evicted = sum(number for cause, number in self.by_cause.items() if cause in EVICTIONS)
+        evicted = sum(count for cause, count in self.by_cause.items() if cause in EVICTIONS)
         assert sum(self._num_by_age) <= evicted, f"the count of ages of {what} is off"
         assert 0 <= self.num_unused <= evicted, f"more {what} were evicted unused than evicted"
 

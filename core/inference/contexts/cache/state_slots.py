@@ -113,7 +113,7 @@ class StateSlots:
         blocks = [self.reserved[slot] for slot in slots] if blocks is None else blocks
         results = []
         for slot, block in zip(slots, blocks, strict=True):
-            # The block may be deregistered since; its number may then stand for another prefix.
+            # The block may be deregistered since; its id may then stand for another prefix.
             is_deregistered = self.reserved.pop(slot) < 0
             prefix_hash = self.tree.hash_of(block) if block >= 0 else 0
             if prefix_hash and not is_deregistered and block not in self.cached_states.slot_of_block:

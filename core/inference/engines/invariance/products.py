@@ -311,8 +311,8 @@ class _Check:
             entries = _entries(ids, per_row)
             if self._groups is not None:
                 groups, order = torch.sort(self._groups[entries], stable=True)
-                entries, numbers = entries[order], torch.arange(self._num_groups, device=self._device)
-                ends = torch.searchsorted(groups, numbers, right=True)
+                entries, group_ids = entries[order], torch.arange(self._num_groups, device=self._device)
+                ends = torch.searchsorted(groups, group_ids, right=True)
                 arguments[self._ends] = ends.to(arguments[self._ends].dtype)
             chosen = self._base[index].index_select(dim, entries)
             arguments[index] = _laid_out_like(chosen, arguments[index])
