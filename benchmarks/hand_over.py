@@ -290,7 +290,7 @@ def time_parts() -> None:
         (pieces.PartCopies, "between"), (pieces.PartCopies, "gather"),
         (pieces.PartCopies, "scatter"), (RowChecksum, "__call__"),
         (NcclPipe, "send"), (NcclPipe, "receive"), (Link, "send"), (Listener, "send"),
-        (Placement, "place"), (Placement, "commit"), (pieces, "_listed"),
+        (Placement, "place"), (Placement, "commit"), (pieces, "_read_sums"),
     ):  # fmt: skip
         _time_part(owner, name)
 

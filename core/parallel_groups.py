@@ -123,10 +123,10 @@ class ParallelGroups:
             return partial
         flat = partial.reshape(-1)
         if size == 2 or not self.ordered_sums:
-            self._make(dist.all_reduce, self.tensor, flat)
+            self._run_collective(dist.all_reduce, self.tensor, flat)
             return partial if flat.data_ptr() == partial.data_ptr() else partial.copy_(flat.view_as(partial))
         parts = flat.new_empty(size, len(flat))
-        self._make(dist.all_gather, self.tensor, list(parts), flat)
+        self._run_collective(dist.all_gather, self.tensor, list(parts), flat)
         for part in parts[1:]:
             parts[0] += part
         return partial.copy_(parts[0].view_as(partial))
@@ -135,20 +135,20 @@ class ParallelGroups:
         """Concatenate the tensor group's `columns` [..., n] to [..., ranks x n], on every rank."""
         columns = columns.contiguous()
         parts = [torch.empty_like(columns) for _ in range(self.tensor_size)]
-        self._make(dist.all_gather, self.tensor, parts, columns)
+        self._run_collective(dist.all_gather, self.tensor, parts, columns)
         return torch.cat(parts, dim=-1)
 
     def receive_from_previous_stage(self, hidden: Tensor) -> Tensor:
         """Fill `hidden` with what the previous stage sends; returns `hidden`."""
-        self._make(dist.recv, self.pipeline, hidden, group_src=self.pipeline_rank - 1)
+        self._run_collective(dist.recv, self.pipeline, hidden, group_src=self.pipeline_rank - 1)
         return hidden
 
     def send_to_next_stage(self, hidden: Tensor) -> None:
-        self._make(dist.send, self.pipeline, hidden.contiguous(), group_dst=self.pipeline_rank + 1)
+        self._run_collective(dist.send, self.pipeline, hidden.contiguous(), group_dst=self.pipeline_rank + 1)
 
     def share_from_last_stage(self, values: Tensor) -> Tensor:
         """The last stage's `values`, on every stage. Overwrites the `values` of the other stages."""
-        self._make(dist.broadcast, self.pipeline, values, group_src=self.pipeline_size - 1)
+        self._run_collective(dist.broadcast, self.pipeline, values, group_src=self.pipeline_size - 1)
         return values
 
     def gather(self, value: Any, device: torch.device | None = None) -> list[Any]:
@@ -162,7 +162,7 @@ class ParallelGroups:
         with on_device_of(device):
             for group in self._split_groups():
                 parts: list[Any] = [None] * dist.get_world_size(group)
-                self._make(dist.all_gather_object, group, parts, values)
+                self._run_collective(dist.all_gather_object, group, parts, values)
                 values = [entry for part in parts for entry in part]
         return values
 
@@ -184,7 +184,7 @@ class ParallelGroups:
             return count
         smallest = torch.tensor([count], dtype=torch.int64, device=device)
         for group in self._split_groups():
-            self._make(dist.all_reduce, group, smallest, op=dist.ReduceOp.MIN)
+            self._run_collective(dist.all_reduce, group, smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
     # ---- ranks that fail
@@ -233,10 +233,10 @@ class ParallelGroups:
                 _replaced[group] = instance("group", new, ProcessGroup)
                 del _aborted[group]
 
-    def _make(
+    def _run_collective(
         self, collective: Callable[..., Any], group: ProcessGroup | None, *arguments: Any, **named: Any
     ) -> None:
-        """Make a collective; RuntimeError where the groups are aborted before, or while a CPU waits in it."""
+        """Run a collective; RuntimeError where the groups are aborted before, or while a CPU waits in it."""
         self.check_not_aborted()
         assert group is not None
         named["group"] = present = _replaced.get(group, group)

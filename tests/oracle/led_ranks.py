@@ -151,7 +151,7 @@ def fail_in(engine: ms.DynamicInferenceEngine, ranks: list[int], place: int | st
     for restore in _restores:
         restore()
     rank = engine.context.spec.groups.rank
-    owner, name = (step_runner, place) if isinstance(place, str) else (ms.ParallelGroups, "_make")
+    owner, name = (step_runner, place) if isinstance(place, str) else (ms.ParallelGroups, "_run_collective")
     function, num_left = getattr(owner, name), 0 if isinstance(place, str) else place
 
     def failing(*arguments: object, **named: object) -> object:

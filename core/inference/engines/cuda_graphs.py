@@ -185,8 +185,7 @@ class GraphRunner:
         return usual if usual in self._graphs else None
 
     def _has_room(self, shape: StepShape) -> bool:
-        alike = sum((key.prefills == 0) == (shape.prefills == 0) for key in self._graphs)
-        return alike < self._max_graphs
+        return sum((key.prefills == 0) == (shape.prefills == 0) for key in self._graphs) < self._max_graphs
 
     def run(self, model: Model, inputs: StepInputs) -> Tensor:
         """The model's logits. Does not synchronise."""

@@ -76,7 +76,7 @@ class LogitsChanges:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         changes, self._changes = self._changes, None  # after an error nothing is kept
         if changes is None or not changes.is_of(rows):
-            changes = self._listed(rows, logits.shape[1], dtype)
+            changes = self._new_changes(rows, logits.shape[1], dtype)
         if changes.penalties is not None:
             counts = self._counts
             if changes.copied is not None:
@@ -113,7 +113,7 @@ class LogitsChanges:
         self._changes = None
         self._counts = self._counts.new_empty(0, 0)
 
-    def _listed(self, rows: Sequence[Row], vocabulary: int, dtype: torch.dtype) -> _Changes:
+    def _new_changes(self, rows: Sequence[Row], vocabulary: int, dtype: torch.dtype) -> _Changes:
         count_rows, factors = [-1] * len(rows), [(1.0, 0.0, 0.0)] * len(rows)
         has_drafts = any(scheduled.drafts for scheduled, _ in rows)
         counted: list[tuple[int, _Counted]] = []
@@ -130,13 +130,14 @@ class LogitsChanges:
             count_rows[row] = len(copied) if has_drafts else counts.row
             copied.append(counts.row)
             factors[row] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        columns = _columns(factors)
         return _Changes(
             requests=_requests(rows),
             counted=counted,
-            drawn=self._sent(_columns([(row, counts.row) for row, counts in counted])) if counted else None,
-            penalties=(self._sent(count_rows), self._sent(_columns(factors), dtype)) if copied else None,
-            copied=self._sent(copied) if has_drafts else None,
-            drafts=self._sent(_columns(drafts)) if drafts else None,
+            drawn=self._to_device(_columns([(row, c.row) for row, c in counted])) if counted else None,
+            penalties=(self._to_device(count_rows), self._to_device(columns, dtype)) if copied else None,
+            copied=self._to_device(copied) if has_drafts else None,
+            drafts=self._to_device(_columns(drafts)) if drafts else None,
             biases=self._biases(rows, vocabulary, dtype),
         )
 
@@ -149,12 +150,12 @@ class LogitsChanges:
             row = self._free_row(vocabulary) if counted is None else counted.row
             self._counts[row].zero_()
             if request.sampling.repetition_penalty != 1.0:
-                self._counts[row].index_fill_(0, self._sent(request.prompt_tokens), 1)
+                self._counts[row].index_fill_(0, self._to_device(request.prompt_tokens), 1)
             counted = self._counted[request] = _Counted(row, 0)
         new = request.tokens[len(request.prompt_tokens) + counted.num_tokens :]
         new = new[: answer_length - counted.num_tokens]
         if new:
-            _add(self._counts, self._sent([counted.row] * len(new)), self._sent(new))
+            _add(self._counts, self._to_device([counted.row] * len(new)), self._to_device(new))
             counted.num_tokens += len(new)
         assert counted.num_tokens == answer_length, "an unread token is counted when it is drawn"
         return counted
@@ -182,9 +183,9 @@ class LogitsChanges:
         if not entries:
             return None
         places, biases = zip(*entries, strict=True)
-        return self._sent(places), self._sent(biases, dtype)
+        return self._to_device(places), self._to_device(biases, dtype)
 
-    def _sent(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def _to_device(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return tensor_on(self._counts.device, values, dtype)
 
 

@@ -253,7 +253,7 @@ def send_pieces(
             under_way.append(pipe.send(buffer, packed))
         if under_way:
             wait_for(under_way[-1].poll_launched)
-        return _listed(sums), under_way
+        return _read_sums(sums), under_way
 
 
 def receive_pieces(
@@ -278,8 +278,9 @@ def receive_pieces(
             with lease.held():
                 copies.scatter(to_pools)
             free[index % NUM_BUFFERS] = staging.mark()
-        return _listed(sums)
+        return _read_sums(sums)
 
 
-def _listed(sums: list[Tensor]) -> list[int]:
+def _read_sums(sums: list[Tensor]) -> list[int]:
+    """Checksums as integers. Synchronises."""
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []

@@ -231,7 +231,7 @@ class MatchBasis(NamedTuple):
 
     num_tokens: int = -1
     last_hash: int = 0  # hash of the last whole block
-    num_held: int = -1  # the path's registered blocks; -1 where nothing was looked up
+    num_registered: int = -1  # of the path's blocks; -1 where nothing was looked up
     max_resume_tokens: int | None = None
     tree_version: int = -1  # this and the next two are the tree's and its ghosts'
     state_version: int = -1
@@ -265,13 +265,13 @@ class PrefixMatch:
 
 
 def match_prefix(
-    cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int, path_blocks: Sequence[int],
-    num_held: int, max_resume_tokens: int | None, known: PrefixMatch | None,
+    cached_states: CachedStates, chain: PrefixHashChain, num_tokens: int, registered: Sequence[int],
+    max_resume_tokens: int | None, known: PrefixMatch | None,
 ) -> PrefixMatch:  # fmt: skip
-    """See `PrefixCache.match`; `num_held` of `path_blocks` are registered, states within do not count."""
+    """See `PrefixCache.match`; `registered`: blocks of the path, states within do not count."""
     tree, size = cached_states.tree, chain.block_size_tokens
-    blocks, num_seen = tuple(path_blocks[:num_held]), 0
-    if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_held, max_resume_tokens):
+    blocks, num_registered, num_seen = tuple(registered), len(registered), 0
+    if known is not None and _is_prefix_of(known.basis, chain, num_tokens, num_registered, max_resume_tokens):
         if _is_unchanged(known, cached_states, chain, num_tokens):
             return known
         blocks = _registered_still(known, tree)
@@ -282,7 +282,7 @@ def match_prefix(
     last = num_tokens - 1
     limit = last if max_resume_tokens is None else min(max_resume_tokens, last)
     num_reachable = min(len(blocks), limit // size)
-    depth = _deepest_state(cached_states, blocks, num_held, num_reachable)
+    depth = _deepest_state(cached_states, blocks, num_registered, num_reachable)
     slot = cached_states.slot_of(blocks[depth - 1]) if depth else -1
     stop = num_tokens if limit == last else limit // size * size  # no state after it counts
     spans = compute_spans(
@@ -291,8 +291,8 @@ def match_prefix(
     )  # fmt: skip
     if stop < num_tokens:
         spans = (*spans, Span(stop, num_tokens, "disabled"))
-    versions = tree.version, cached_states.version, tree.ghosts.num_lapses
-    basis = MatchBasis(num_tokens, _last_hash(chain, num_tokens), num_held, max_resume_tokens, *versions)
+    query = num_tokens, _last_hash(chain, num_tokens), num_registered, max_resume_tokens
+    basis = MatchBasis(*query, tree.version, cached_states.version, tree.ghosts.num_lapses)
     match = PrefixMatch(blocks, depth * size, slot, num_seen * size, spans, basis)
     if known == match and known.basis.num_tokens == num_tokens:
         known.basis = basis
@@ -306,12 +306,12 @@ def _last_hash(chain: PrefixHashChain, num_tokens: int) -> int:
 
 
 def _is_prefix_of(
-    basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_held: int, limit: int | None
+    basis: MatchBasis, chain: PrefixHashChain, num_tokens: int, num_registered: int, limit: int | None
 ) -> bool:
     """Whether a match on this basis is one of the same sequence, or of its beginning."""
-    if basis.num_held != num_held or basis.max_resume_tokens != limit or basis.num_tokens > num_tokens:
+    if (basis.num_registered, basis.max_resume_tokens) != (num_registered, limit):
         return False
-    return basis.last_hash == _last_hash(chain, basis.num_tokens)
+    return basis.num_tokens <= num_tokens and basis.last_hash == _last_hash(chain, basis.num_tokens)
 
 
 def _is_unchanged(

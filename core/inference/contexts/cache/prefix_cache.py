@@ -113,8 +113,8 @@ class PrefixCache:
         if not self._enabled or (path is not None and not path.caches):
             nothing = PrefixMatch((), 0, -1, 0, (Span(0, num_tokens, "disabled"),))
             return known if known == nothing else nothing
-        blocks, num_held = (path.blocks, path.num_registered) if path is not None else ((), 0)
-        return match_prefix(self.cached_states, chain, num_tokens, blocks, num_held, max_resume_tokens, known)
+        registered = path.blocks[: path.num_registered] if path is not None else ()
+        return match_prefix(self.cached_states, chain, num_tokens, registered, max_resume_tokens, known)
 
     def resumable_tokens(self, chain: PrefixHashChain) -> int:
         """How many of a prefix's tokens a longer prompt could resume now."""

@@ -191,8 +191,7 @@ def _contracted(product: Product) -> tuple[tuple[int, int], ...]:
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """The argument of an operator by its name, or its default."""
-    declared = func._schema.arguments
-    values = {argument.name: argument.default_value for argument in declared}
+    values = {argument.name: argument.default_value for argument in func._schema.arguments}
     values |= dict(zip(values, args, strict=False))
     return (values | kwargs)[name]
 

@@ -119,7 +119,7 @@ def test_counts_survive_pauses_cuts_and_steps_launched_ahead(overrides: dict[str
 @pytest.mark.sampled
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize(
-    "place", ["model", "_up_to_date", "_sent", "_biases", "_apply_penalties", "count", "_free_row"]
+    "place", ["model", "_up_to_date", "_to_device", "_biases", "_apply_penalties", "count", "_free_row"]
 )
 def test_a_step_that_fails_anywhere_counts_no_token_twice(place: str, drafts: int) -> None:
     params = params_of("all")
@@ -157,7 +157,7 @@ def test_steps_of_the_same_requests_send_nothing_to_the_device_again() -> None:
     ids = [engine.add_request(prompt, params) for prompt in (PROMPT, PROMPT[1:12])]
     results: dict[int, ms.RequestResult] = {}
     sent: list[int] = []
-    with mock.patch.object(changes, "_sent", side_effect=changes._sent) as sending:
+    with mock.patch.object(changes, "_to_device", side_effect=changes._to_device) as sending:
         while engine.has_unfinished_requests():
             if len(sent) == 9:
                 ids.append(engine.add_request(PROMPT[:9], params))
