@@ -81,8 +81,7 @@ def _zero(memory: Tensor, axis: int, entries: Sequence[int]) -> None:
     if entries[-1] - first == count - 1:
         raw.narrow(axis, first, count).zero_()
     else:
-        indices = tensor_on(memory.device, entries)
-        raw.index_fill_(axis, indices, 0)
+        raw.index_fill_(axis, tensor_on(memory.device, entries), 0)
 
 
 class DeviceMemory:
@@ -126,7 +125,8 @@ class DeviceMemory:
         addressable("num_kv_blocks", num_blocks, shape, spec.kv_dtype)
         if division is None and not self.sizes.input_blocks.tokens:
             return zeroed(shape, spec.kv_dtype, spec.device), None
-        stride, slots = ceil_div(sizes.block, UNIT_ALIGNMENT) * UNIT_ALIGNMENT, None
+        stride = ceil_div(sizes.block, UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+        slots = None
         if division is None:
             shared = zeroed((num_blocks * stride,), torch.uint8, spec.device)
         else:

@@ -186,8 +186,7 @@ class DynamicInferenceContext:
 
     def _makes_findable(self, scheduled: ScheduledRequest) -> bool:
         """Whether a state or a KV block of the request becomes findable after this step."""
-        size = self.config.block_size_tokens
-        return bool(scheduled.destinations) or scheduled.completes_block(size)
+        return bool(scheduled.destinations) or scheduled.completes_block(self.config.block_size_tokens)
 
     def end_step(
         self, accepted: Mapping[int, int] | None = None, invalid: Collection[int] = (), *,

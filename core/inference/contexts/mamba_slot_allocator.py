@@ -297,8 +297,7 @@ class MambaSlotAllocator:
     def _check_writable(self, slot: int) -> None:
         """ValueError for a slot whose state a request can find or is reading, and for a free slot."""
         slots = self.slots
-        block = slots.cached_states.block_of(slot)
-        unowned = block < 0 and slot not in slots.reserved
+        unowned = slots.cached_states.block_of(slot) < 0 and slot not in slots.reserved
         if slot in slots.pins or unowned or slots.cached_states.hash_of(slot):
             raise ValueError(f"slot is {slot}; accepted: one reserved, or allocated and not registered yet")
 

@@ -121,7 +121,8 @@ class _Writer:
         self.delete([name])
         if (value := checksum()) is None:
             return
-        text, draft = head(value), name.with_suffix(".part")
+        text = head(value)
+        draft = name.with_suffix(".part")
         try:
             with open(draft, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
                 opened.write(text + _crc(text))

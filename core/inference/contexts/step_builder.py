@@ -126,10 +126,10 @@ class StepBuilder:
         for field in INDEX_FIELDS:
             if field.key in values:
                 padded.fill(arrays[field.key], values[field.key], field)
-        tensors, num_logits = self._buffer.send(shape), len(values["logit_tokens"])
+        tensors = self._buffer.send(shape)
         if unread_tokens is not None:
             tensors["token_ids"][: len(unread_tokens)].copy_(unread_tokens)
-        return self._inputs(shape, num_logits, tensors)
+        return self._inputs(shape, len(values["logit_tokens"]), tensors)
 
     def _token_values(self, batch: Batch, layout: "_Layout", block_table: Array) -> dict[str, Any]:
         size = self._config.block_size_tokens

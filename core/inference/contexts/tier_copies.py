@@ -216,7 +216,8 @@ def tiers_of(config: InferenceConfig, spec: HybridStateSpec, pool: StatePool) ->
     refusal = next(filter(None, refusals), "")
     if not ((num_slots and largest) or refusal):
         return None
-    copies, scrubs = None, config.free_memory == "zero"
+    copies = None
+    scrubs = config.free_memory == "zero"
     if pool.memory.shape[1] and not refusal:
         try:
             model = f"{spec.model} {pool.states} {spec.shard} {config.block_size_tokens}"

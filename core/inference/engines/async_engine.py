@@ -138,7 +138,8 @@ class AsyncEngine:
             try:
                 await asyncio.wait_for(self._none_are_open.wait(), timeout_s)
             except TimeoutError:
-                in_time, self._has_drain_expired = False, True
+                in_time = False
+                self._has_drain_expired = True
                 for answer in self._open_answers:
                     thread.post_cancel(answer)
         with suppress(TimeoutError):

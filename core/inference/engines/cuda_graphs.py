@@ -83,8 +83,7 @@ class GraphBuckets:
             checkpoints=tokens // max(self.block_size, self.chunk_size) + prefills,
             logits=logits, decode_tokens=per_row, input_block_columns=shape.input_block_columns,
         )  # fmt: skip
-        fits = all(has >= needs for has, needs in zip(fitting, shape, strict=True))
-        return fitting if fits else None
+        return fitting if all(has >= needs for has, needs in zip(fitting, shape, strict=True)) else None
 
     def _prefill_tokens(self, num_prefill: int, num_decode: int) -> int:
         """Prefill tokens of a step that also has `num_decode` decode tokens, padding included."""

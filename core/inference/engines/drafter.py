@@ -60,8 +60,7 @@ class NgramDrafter:
         # An interrupted call keeps nothing.
         last_tokens = self._indexes.pop(tokens, None) if isinstance(tokens, TokenView) else None
         if last_tokens is None:
-            first = max(0, len(tokens) - self.window)
-            last_tokens = _LastTokens(first, array("i"))
+            last_tokens = _LastTokens(max(0, len(tokens) - self.window), array("i"))
         last_tokens.ids.extend(tokens[last_tokens.first + len(last_tokens.ids) :])
         if len(last_tokens.ids) >= 2 * self.window:
             num_old = len(last_tokens.ids) - self.window

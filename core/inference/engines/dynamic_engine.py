@@ -406,8 +406,9 @@ class DynamicInferenceEngine:
         cache, size = self.context.prefix_cache, self.config.block_size_tokens
         whole = len(prefix) // size * size
         if cache.resumable_tokens(chain) < whole:
-            once, plan = SamplingParams(max_tokens=1), CheckpointPlan(marks=(whole,))
-            request = self.factory.new_request("prompt", prefix[:whole], once, cache_salt, plan)
+            params = SamplingParams(max_tokens=1)
+            plan = CheckpointPlan(marks=(whole,))
+            request = self.factory.new_request("prompt", prefix[:whole], params, cache_salt, plan)
             self._serve([request], is_users=False)
         return cache.resumable_tokens(chain)
 
@@ -421,8 +422,7 @@ class DynamicInferenceEngine:
         """
         self.ensure_allocated("pin")
         _, chain = self.factory.hashed_prefix(tokens, cache_salt)
-        cache = self.context.prefix_cache
-        if not cache.resumable_tokens(chain):
+        if not self.context.prefix_cache.resumable_tokens(chain):
             raise ValueError(
                 f"tokens is a prefix of {len(chain.hashes)} whole blocks; accepted: one with a cached state"
             )

@@ -164,8 +164,7 @@ class LogitsChanges:
         used_rows = {counted.row for counted in self._counted.values()}
         row = next(row for row in range(len(used_rows) + 1) if row not in used_rows)
         if row >= len(self._counts):
-            size = max(4, 2 * len(self._counts))
-            larger = self._counts.new_zeros(size, vocabulary)
+            larger = self._counts.new_zeros(max(4, 2 * len(self._counts)), vocabulary)
             if len(self._counts):
                 larger[: len(self._counts)] = self._counts
             self._counts = larger

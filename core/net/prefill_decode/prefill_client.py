@@ -165,7 +165,8 @@ class PrefillClient:
 
     async def prefill(self, tokens: list[int], salt: bytes | None) -> RemotePrefill:
         """Let the worker compute a prefix, and import it; cancelling the task cancels that, too."""
-        link, prefill_id = self._link, next(self._prefill_ids)
+        link = self._link
+        prefill_id = next(self._prefill_ids)
         if link is None:
             return RemotePrefill(failure=f"the prefill worker is not connected: {self._absence}")
         answer: asyncio.Future[RemotePrefill] = asyncio.get_running_loop().create_future()

@@ -241,8 +241,7 @@ class PrefillSession:
                     if (task := self._computing.get(question.prefill_id)) is not None:
                         task.cancel()
                 elif isinstance(question, Prefill) and question.prefill_id not in self._computing:
-                    prefill = self._prefill(question, channel)
-                    self._computing[question.prefill_id] = tasks.create_task(prefill)
+                    self._computing[question.prefill_id] = tasks.create_task(self._prefill(question, channel))
                 elif question is None:
                     raise PeerLostError("its connection is closed")
                 else:

@@ -203,7 +203,8 @@ class PrefixForest(msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unkn
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
-        size, hashes = len(self.tokens[0]) // TOKEN_BYTES if self.tokens else 1, [0] * len(self)
+        hashes = [0] * len(self)
+        size = len(self.tokens[0]) // TOKEN_BYTES if self.tokens else 1
         for index, root in enumerate(self.roots):
             chain = PrefixHashChain(size, root)
             waiting = [(node, 0) for node in children.get(-1 - index, ())]

@@ -104,7 +104,8 @@ class PartCopies:
 
 def _regions(access: CacheAccess, part: Shard) -> Mapping[str, Tensor]:
     """The layers and units of `part` in the pools of this rank, in the order of the pools' dimensions."""
-    own_shard, regions = shard_of(access.spec), {}
+    own_shard = shard_of(access.spec)
+    regions = {}
     for name, pool in access.pools.items():
         outer, inner = own_shard[name], part[name]
         native = pool.permute(0, 3, 1, 4, 2, 5) if name == KV else pool

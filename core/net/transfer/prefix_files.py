@@ -187,8 +187,7 @@ def load_prefixes(engine: DynamicInferenceEngine, directory: str | os.PathLike[s
     access = CacheAccess(engine, "load_prefixes")
 
     def received() -> ReceivedPrefixes:
-        folder = _folder(directory)
-        return ReceivedPrefixes.of(*_read_part(folder, access.format(), shard_of(access.spec)))
+        return ReceivedPrefixes.of(*_read_part(_folder(directory), access.format(), shard_of(access.spec)))
 
     return import_received(access, received)
 

@@ -228,7 +228,8 @@ class Source(Session[Address]):
         prefixes = msgspec.msgpack.encode(offered.description)
         answers = self._answers(Offer(groups.rank, groups.size, prefixes, self.nccl))
         requests = [(peer, request) for peer, request in answers if request.part is not None]
-        self.num_bytes, seconds = 0, 0.0
+        self.num_bytes = 0
+        seconds = 0.0
         for peer, request in requests:
             with peer.named():
                 begin = time.perf_counter()

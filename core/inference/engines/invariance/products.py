@@ -212,8 +212,7 @@ def _may_add_over_rows(name: str) -> bool:
 def _inside_a_kernel() -> bool:
     frame = sys._getframe()
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(KERNELS):
+        if frame.f_globals.get("__name__", "").startswith(KERNELS):
             return frame.f_code.co_name != _HEAD
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -310,7 +309,8 @@ class _Check:
             entries = _entries(ids, per_row)
             if self._groups is not None:
                 groups, order = torch.sort(self._groups[entries], stable=True)
-                entries, group_ids = entries[order], torch.arange(self._num_groups, device=self._device)
+                entries = entries[order]
+                group_ids = torch.arange(self._num_groups, device=self._device)
                 ends = torch.searchsorted(groups, group_ids, right=True)
                 arguments[self._ends] = ends.to(arguments[self._ends].dtype)
             chosen = self._base[index].index_select(dim, entries)
