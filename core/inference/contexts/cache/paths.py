@@ -194,7 +194,7 @@ class Reservations:
         """By hash, where to store the states that are not cached: certain ones, and guesses."""
         certain: dict[int, Place[S]] = {}
         guessed: dict[int, Place[S]] = {}
-        contents: dict[Parent, list[bytes]] = {}
+        contents: dict[Parent, list[bytes]] = {}  # parent -> tokens of its blocks with a state, if needed
         for step in steps:
             for boundary in step.boundaries:
                 place = Place(step, boundary, step.hash_at(boundary.position))
@@ -207,10 +207,7 @@ class Reservations:
         return certain, guessed
 
     def _may_be_cached[S: PathStep](self, place: Place[S], contents: dict[Parent, list[bytes]]) -> bool:
-        """Whether there is a state of the tokens before the boundary, as far as these are known.
-
-        `contents`: parent -> the tokens of its blocks with a state; filled where it is needed and empty.
-        """
+        """Whether there is a state of the tokens before the boundary, as far as known; fills `contents`."""
         tree, path = self._slots.tree, place.step.path
         depth = place.boundary.position // path.chain.block_size_tokens
         parent = path.blocks[depth - 2] if depth > 1 else path.chain.root
@@ -296,10 +293,8 @@ class Reservations:
     def expect(self, slot: int, state: PlannedState) -> None:
         """Expect this state, whose tokens may have been unknown, in a reserved slot."""
         self._policy.insert_planned(*state)
-        planned = self._planned.get(slot, state.prefix_hash)
-        if planned != state.prefix_hash:
-            if slot not in self._guessed_slots:
-                self._remove_planned(planned)
+        if self._planned.get(slot, state.prefix_hash) != state.prefix_hash:
+            self._forget(slot)
             self._planned[slot] = state.prefix_hash
         self._guessed_slots.discard(slot)
 
@@ -322,10 +317,7 @@ class Reservations:
         """Free reserved slots without committing them."""
         for slot in slots:
             self._slots.release([slot])
-            planned = self._planned.pop(slot, None)
-            if planned is not None and slot not in self._guessed_slots:
-                self._remove_planned(planned)
-            self._guessed_slots.discard(slot)
+            self._forget(slot)
 
     def abort(self) -> None:
         """Free all reserved slots that are not pinned."""
@@ -340,6 +332,13 @@ class Reservations:
         self._planned.clear()
         self._placeholders.clear()
         self._guessed_slots.clear()
+
+    def _forget(self, slot: int) -> None:
+        """Expect no state in the slot; the policy hears of it, unless the state was a guess."""
+        planned = self._planned.pop(slot, None)
+        if planned is not None and slot not in self._guessed_slots:
+            self._remove_planned(planned)
+        self._guessed_slots.discard(slot)
 
     def _remove_planned(self, prefix_hash: int) -> None:
         if prefix_hash in self._placeholders:
